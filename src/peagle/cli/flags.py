@@ -1,0 +1,154 @@
+"""Flags made from a stage's config: `num_depths: int` becomes `--num-depths`, its docstring the help, its default shown."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import typer
+from pydantic.fields import FieldInfo
+
+from peagle.config import StageConfig, read_yaml
+from peagle.errors import ConfigError
+
+_GLOBAL_PANEL = "Output"
+
+
+def add_command(
+    app: typer.Typer,
+    name: str,
+    config_type: type[StageConfig],
+    run: Callable[[Any], int | None],
+    panel: str,
+    extra_args: bool = False,
+) -> None:
+    """Add subcommand `name`: its flags are `config_type`'s fields, its help `run`'s docstring.
+
+    Args:
+        app: the typer application.
+        name: the subcommand.
+        config_type: the stage's config; tuple fields take several values (`--ids 2 4 5`, `--ids 2,4,5` or repeated).
+        run: takes the built config, returns the exit status (None is 0).
+        panel: the group under which `peagle --help` lists it.
+        extra_args: keep what follows `--` in the field `extra_args` (for vLLM's own flags).
+    """
+
+    def command(**given: Any) -> None:
+        from peagle import log
+
+        quiet, verbose = given.pop("quiet"), given.pop("verbose")
+        config_file = given.pop("config")
+        log.set_up(quiet, verbose)
+        values = read_yaml(config_file) if config_file else {}
+        if set(values) == {name} and isinstance(values[name], dict):
+            values = values[name]  # a run.yaml written by an earlier run
+        for key, value in given.items():
+            if value is None or value == []:
+                continue
+            values[key] = _split(value) if isinstance(value, list) else value
+        status = run(config_type.build(values))
+        raise typer.Exit(status or 0)
+
+    parameters = [_parameter(key, field) for key, field in config_type.model_fields.items()]
+    parameters += [
+        _option("config", Path | None, "--config", "YAML file with these settings; flags win over it.", _GLOBAL_PANEL),
+        _option("quiet", bool, "--quiet", "Warnings and errors only.", _GLOBAL_PANEL, default=False),
+        _option("verbose", bool, "--verbose", "Debug messages too.", _GLOBAL_PANEL, default=False),
+    ]
+    parameters.sort(key=lambda parameter: parameter.kind)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = inspect.getdoc(run)
+    app.command(name, rich_help_panel=panel)(command)
+
+
+def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    annotation = _plain(field.annotation)
+    help_text = " ".join((field.description or "").split())
+    if not field.is_required() and field.default not in (None, ()) and annotation is not bool:
+        help_text += f" [default: {field.default}]"
+    elif annotation is bool:
+        help_text += f" [default: {'on' if field.default else 'off'}]"
+    if extra.get("positional"):
+        kind = annotation if typing.get_origin(annotation) is list else annotation | None
+        argument = typer.Argument(help=help_text, show_default=False)
+        return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, argument])
+    flag = "--" + key.replace("_", "-")
+    if annotation is bool:
+        flag += "/--no-" + key.replace("_", "-")
+    kind = annotation if typing.get_origin(annotation) is list else annotation | None
+    return _option(key, kind, flag, help_text, str(extra.get("panel", "Options")))
+
+
+def _option(key: str, kind: Any, flag: str, text: str, panel: str, default: Any = None) -> inspect.Parameter:
+    option = typer.Option(flag, help=text, rich_help_panel=panel, show_default=False)
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _plain(annotation: Any) -> Any:
+    """The type that typer parses: optional types unwrapped, tuples as lists of text, `int | str` as text."""
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        return _plain(members[0]) if len(members) == 1 else str
+    if origin in (tuple, list):
+        return list[str]
+    if origin is Literal or annotation in (int, float, str, bool, Path):
+        return annotation
+    raise TypeError(f"no flag for type {annotation}")
+
+
+def _split(values: list[str]) -> list[str]:
+    """`["2,4", "5"]` to `["2", "4", "5"]`; paths and hub names hold no comma."""
+    return [part for value in values for part in str(value).split(",") if part]
+
+
+def spread(arguments: list[str], many: dict[str, set[str]]) -> list[str]:
+    """Let flags of several values be written `--ids 2 4 5`, as argparse users expect.
+
+    Args:
+        arguments: the command line after the program's name.
+        many: for each subcommand, its flags that take several values.
+
+    Returns:
+        The same command line with each further value given its flag again. What follows `--` is untouched.
+    """
+    if not arguments:
+        return arguments
+    flags = next((many[a] for a in arguments if a in many), set())
+    out: list[str] = []
+    current: str | None = None
+    fresh = False
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return out + arguments[index:]
+        if argument.startswith("-") and not argument.lstrip("-").isdigit():
+            current, fresh = (argument if argument in flags else None), True
+        elif current is not None:
+            if not fresh:
+                out.append(current)
+            fresh = False
+        out.append(argument)
+    return out
+
+
+def many_valued(config_type: type[StageConfig]) -> set[str]:
+    """The flags of a config that take several values."""
+    return {
+        "--" + key.replace("_", "-")
+        for key, field in config_type.model_fields.items()
+        if typing.get_origin(_plain(field.annotation)) is list
+        and not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("positional"))
+    }
+
+
+def need(value: Any, flag: str) -> Any:
+    """Return `value`, or refuse with the flag's name."""
+    if value is None:
+        raise ConfigError(f"{flag} is needed")
+    return value

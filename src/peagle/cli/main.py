@@ -1,0 +1,101 @@
+"""`peagle` and `python -m peagle`: the list of subcommands, and the one place where errors become one line."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+import click
+import typer
+
+import peagle
+from peagle.cli.flags import add_command, many_valued, spread
+from peagle.errors import DiskError, PeagleError
+from peagle.files import is_disk_full
+
+# subcommand -> (module with `CONFIG` and `run`, help panel). A module is imported only when its command is asked for,
+# or when all are listed: `peagle --help` must not take the seconds that torch takes.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("peagle.cli.demo", "Start here"),
+    "doctor": ("peagle.cli.doctor", "Start here"),
+    "run": ("peagle.cli.run", "Start here"),
+    "prepare": ("peagle.cli.prepare", "Data"),
+    "inspect": ("peagle.cli.inspect", "Data"),
+    "regenerate": ("peagle.cli.regenerate", "Data"),
+    "extract": ("peagle.cli.extract", "Data"),
+    "launch-vllm": ("peagle.cli.launch_vllm", "Data"),
+    "train": ("peagle.cli.train", "Train"),
+    "convert": ("peagle.cli.convert", "Train"),
+    "evaluate": ("peagle.cli.evaluate", "Measure and serve"),
+    "report": ("peagle.cli.report", "Measure and serve"),
+    "check": ("peagle.cli.check", "Measure and serve"),
+    "serve": ("peagle.cli.serve", "Measure and serve"),
+    "push": ("peagle.cli.push", "Measure and serve"),
+}
+
+
+def build(names: list[str]) -> tuple[typer.Typer, dict[str, set[str]]]:
+    """The application with the named subcommands, and each one's flags that take several values."""
+    app = typer.Typer(
+        name="peagle",
+        help="Train, measure and serve P-EAGLE drafters for speculative decoding.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def root(
+        version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+    ) -> None:
+        if version:
+            print(peagle.__version__)
+            raise typer.Exit()
+
+    many = {}
+    for name in names:
+        path, panel = COMMANDS[name]
+        module = importlib.import_module(path)
+        add_command(app, name, module.CONFIG, module.run, panel)
+        many[name] = many_valued(module.CONFIG)
+    return app, many
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `peagle`; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    asked = next((a for a in arguments if not a.startswith("-")), None)
+    try:
+        app, many = build([asked] if asked in COMMANDS else list(COMMANDS))
+        status = app(args=spread(arguments, many), prog_name="peagle", standalone_mode=False)
+        return int(status or 0)
+    except PeagleError as error:
+        return _fail(str(error))
+    except click.exceptions.Exit as error:
+        return int(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        return 2
+    except click.exceptions.ClickException as error:
+        hint = f" (see `peagle {asked} --help`)" if asked in COMMANDS else " (see `peagle --help`)"
+        return _fail(error.format_message() + hint)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("peagle: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if is_disk_full(error):
+            return _fail(str(DiskError("no space left on the disk; free some and run the same command again")))
+        raise
+    except BrokenPipeError:
+        return 0
+
+
+def _fail(message: str) -> int:
+    logging.getLogger("peagle").debug("failed", exc_info=True)
+    print(f"peagle: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

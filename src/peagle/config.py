@@ -1,0 +1,75 @@
+"""The base of every stage's configuration: one frozen model is the only source of flags, YAML keys and doc tables."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from peagle.errors import ConfigError
+
+Config = TypeVar("Config", bound="StageConfig")
+
+
+class StageConfig(BaseModel):
+    """A stage's settings: frozen, unknown keys refused, each field's docstring is its help text.
+
+    A field with `json_schema_extra={"positional": True}` becomes an argument instead of a flag; `{"panel": "Optimizer"}`
+    groups flags in `--help`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    @classmethod
+    def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
+        """Validate `values` (defaults fill the rest).
+
+        Raises:
+            ConfigError: one line that names the key, the value and what was expected.
+        """
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError(explain(cls, error)) from None
+
+
+def explain(config_type: type[BaseModel], error: ValidationError) -> str:
+    """One line for a pydantic error: the first fault of each key, with the nearest name for an unknown one."""
+    parts = []
+    for fault in error.errors():
+        name = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(name, config_type.model_fields, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            parts.append(f"unknown key `{name}`{hint}")
+        elif fault["type"] == "missing":
+            parts.append(f"--{name.replace('_', '-')} is needed")
+        else:
+            message = fault["msg"].removeprefix("Value error, ")
+            flag = f"--{name.replace('_', '-')}: " if name else ""
+            found = f" (found {fault['input']!r})" if name and not isinstance(fault["input"], dict) else ""
+            parts.append(f"{flag}{message}{found}")
+    return "; ".join(dict.fromkeys(parts))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or does not hold a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
+    return values

@@ -1,0 +1,50 @@
+"""What can go wrong for a user. `cli/` prints one line for each of these and exits with status 2.
+
+A message says what and where, what was found against what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PeagleError(Exception):
+    """A user's mistake, or a fault of their machine, that one clear line explains."""
+
+
+class ConfigError(PeagleError):
+    """A flag, a configuration key or a value that cannot be used."""
+
+
+class DataError(PeagleError):
+    """Conversations or prepared rows that cannot be used."""
+
+
+class TemplateError(DataError):
+    """A chat template from which no loss mask can be derived."""
+
+
+class VerifierError(PeagleError):
+    """A verifier that cannot be loaded, or that lacks what a stage needs."""
+
+
+class StoreError(PeagleError):
+    """A hidden-state store that is damaged, incomplete or made for something else."""
+
+
+class DiskError(PeagleError):
+    """The disk is full, or a write failed; what was complete before is still there."""
+
+
+class LayoutError(PeagleError):
+    """Anchors, depths or documents that do not fit together."""
+
+
+class CheckpointError(PeagleError):
+    """A drafter checkpoint that cannot be loaded or served."""
+
+
+class TrainingError(PeagleError):
+    """Training cannot start or go on."""
+
+
+class EndpointError(PeagleError):
+    """A served model that is unreachable, not ready, or not the one that was meant."""

@@ -1,0 +1,98 @@
+"""Writing so that a kill, a full disk or a power cut leaves either the old file or the new one, never half of one."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import DiskError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it is flushed to disk and renamed to `path`.
+
+    Raises:
+        DiskError: no space, or the write failed; the temporary file is gone and an older `path` is untouched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if is_disk_full(error):
+            raise DiskError(f"{path}: no space left on the disk; free some and run the same command again") from error
+        raise
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; on success it replaces `path` (an older one is removed)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with open(file, "rb+") as handle:
+                    os.fsync(handle.fileno())
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        if is_disk_full(error):
+            raise DiskError(f"{path}: no space left on the disk; free some and run the same command again") from error
+        raise
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Tell whether an error means that the disk is full; safetensors reports it as text only."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "No space left" in str(error) or "os error 28" in str(error)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON whole; NaN and infinity are refused (they are not JSON)."""
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as handle:
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sha256_ids(ids: list[int]) -> str:
+    """SHA-256 of token ids as little-endian int64, in hexadecimal: the identity of a tokenized row."""
+    return hashlib.sha256(b"".join(int(i).to_bytes(8, "little", signed=True) for i in ids)).hexdigest()
+
+
+def free_bytes(path: Path) -> int:
+    """Free space, in bytes, on the disk that holds `path` (or its nearest existing parent)."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
