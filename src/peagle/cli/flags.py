@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 from peagle.config import StageConfig, read_yaml
 from peagle.errors import ConfigError
 
+EXTRA_ARGS = "extra_args"
+"""A config field `extra_args: tuple[str, ...]` has no flag: it takes what follows `--`, word for word."""
 _GLOBAL_PANEL = "Output"
 
 
@@ -24,7 +26,7 @@ def add_command(
     config_type: type[StageConfig],
     run: Callable[[Any], int | None],
     panel: str,
-    extra_args: bool = False,
+    extra_args: tuple[str, ...] = (),
 ) -> None:
     """Add subcommand `name`: its flags are `config_type`'s fields, its help `run`'s docstring.
 
@@ -34,7 +36,7 @@ def add_command(
         config_type: the stage's config; tuple fields take several values (`--ids 2 4 5`, `--ids 2,4,5` or repeated).
         run: takes the built config, returns the exit status (None is 0).
         panel: the group under which `peagle --help` lists it.
-        extra_args: keep what follows `--` in the field `extra_args` (for vLLM's own flags).
+        extra_args: what followed `--` on the command line, for the config's field of that name (vLLM's own flags).
     """
 
     def command(**given: Any) -> None:
@@ -50,10 +52,12 @@ def add_command(
             if value is None or value == []:
                 continue
             values[key] = _split(value) if isinstance(value, list) else value
+        if extra_args:
+            values[EXTRA_ARGS] = extra_args
         status = run(config_type.build(values))
         raise typer.Exit(status or 0)
 
-    parameters = [_parameter(key, field) for key, field in config_type.model_fields.items()]
+    parameters = [_parameter(key, field) for key, field in config_type.model_fields.items() if key != EXTRA_ARGS]
     parameters += [
         _option("config", Path | None, "--config", "YAML file with these settings; flags win over it.", _GLOBAL_PANEL),
         _option("quiet", bool, "--quiet", "Warnings and errors only.", _GLOBAL_PANEL, default=False),
@@ -137,12 +141,21 @@ def spread(arguments: list[str], many: dict[str, set[str]]) -> list[str]:
     return out
 
 
+def split_extra(arguments: list[str], config_type: type[StageConfig]) -> tuple[list[str], tuple[str, ...]]:
+    """What stands before `--`, and what stands after it, where the command takes such arguments."""
+    if EXTRA_ARGS not in config_type.model_fields or "--" not in arguments:
+        return arguments, ()
+    at = arguments.index("--")
+    return arguments[:at], tuple(arguments[at + 1 :])
+
+
 def many_valued(config_type: type[StageConfig]) -> set[str]:
     """The flags of a config that take several values."""
     return {
         "--" + key.replace("_", "-")
         for key, field in config_type.model_fields.items()
-        if typing.get_origin(_plain(field.annotation)) is list
+        if key != EXTRA_ARGS
+        and typing.get_origin(_plain(field.annotation)) is list
         and not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("positional"))
     }
 

@@ -10,7 +10,7 @@ import click
 import typer
 
 import peagle
-from peagle.cli.flags import add_command, many_valued, spread
+from peagle.cli.flags import add_command, many_valued, split_extra, spread
 from peagle.errors import DiskError, PeagleError
 from peagle.files import is_disk_full
 
@@ -35,8 +35,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
-def build(names: list[str]) -> tuple[typer.Typer, dict[str, set[str]]]:
-    """The application with the named subcommands, and each one's flags that take several values."""
+def build(names: list[str], arguments: list[str]) -> tuple[typer.Typer, list[str]]:
+    """The application with the named subcommands, and the command line as typer takes it.
+
+    A flag of several values is repeated before each; what follows `--` has gone to the command that takes it.
+    """
     app = typer.Typer(
         name="peagle",
         help="Train, measure and serve P-EAGLE drafters for speculative decoding.",
@@ -57,9 +60,12 @@ def build(names: list[str]) -> tuple[typer.Typer, dict[str, set[str]]]:
     for name in names:
         path, panel = COMMANDS[name]
         module = importlib.import_module(path)
-        add_command(app, name, module.CONFIG, module.run, panel)
+        extra: tuple[str, ...] = ()
+        if name in arguments:
+            arguments, extra = split_extra(arguments, module.CONFIG)
+        add_command(app, name, module.CONFIG, module.run, panel, extra)
         many[name] = many_valued(module.CONFIG)
-    return app, many
+    return app, spread(arguments, many)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     asked = next((a for a in arguments if not a.startswith("-")), None)
     try:
-        app, many = build([asked] if asked in COMMANDS else list(COMMANDS))
-        status = app(args=spread(arguments, many), prog_name="peagle", standalone_mode=False)
+        app, spread_out = build([asked] if asked in COMMANDS else list(COMMANDS), arguments)
+        status = app(args=spread_out, prog_name="peagle", standalone_mode=False)
         return int(status or 0)
     except PeagleError as error:
         return _fail(str(error))
