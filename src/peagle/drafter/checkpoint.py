@@ -1,0 +1,135 @@
+"""Checkpoint folders that `vllm serve` loads as they are: `config.json` and `model.safetensors`, nothing else at the root."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.errors import CheckpointError
+from peagle.files import whole_folder, write_json
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def find(checkpoint: str) -> Path:
+    """The folder of a checkpoint: itself, or the download of a hub id.
+
+    Raises:
+        CheckpointError: neither a folder with a `config.json` nor a hub repository that can be fetched.
+    """
+    folder = Path(checkpoint)
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise CheckpointError(f"{checkpoint}: no {CONFIG} in this folder; name a checkpoint such as RUN/checkpoint_best")
+        return folder
+    if folder.exists() or checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
+        raise CheckpointError(f"{checkpoint}: no such folder, and not a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub's many errors, all of which mean: not to be had
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{checkpoint}: no such folder, and the hub does not give it ({reason})") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed `config.json` of a checkpoint folder."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected an object, found a {type(config).__name__}")
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of every safetensors file at the folder's root, as vLLM reads them."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: no safetensors file; the checkpoint is incomplete")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: damaged or cut short ({error})") from None
+    return tensors
+
+
+def load(checkpoint: str, dtype: torch.dtype, device: torch.device) -> Drafter:
+    """Load a drafter, strictly: every tensor must be there, in its shape, and none may be left over.
+
+    Args:
+        checkpoint: a folder or a hub id.
+        dtype: of the floating tensors once loaded; the network computes in it.
+        device: where it shall live.
+
+    Raises:
+        CheckpointError: what is missing, left over or misshapen, by name.
+    """
+    folder = find(checkpoint)
+    config = DrafterConfig.from_json(read_config(folder), str(folder / CONFIG))
+    drafter = Drafter(config)
+    load_weights(drafter, read_weights(folder), str(folder))
+    return drafter.to(device=device, dtype=dtype).eval()
+
+
+def load_weights(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> None:
+    """Copy `tensors` into the drafter, strictly; `where` names their origin in messages."""
+    wanted = drafter.state_dict()
+    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing:
+        raise CheckpointError(f"{where}: no tensor {', '.join(missing)}; the checkpoint cannot be used")
+    if extra:
+        raise CheckpointError(f"{where}: unknown tensor {', '.join(extra)}; the checkpoint is of another kind")
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{where}: {name} is {list(tensor.shape)}, its config.json asks for {list(wanted[name].shape)}"
+            )
+        if tensor.dtype.is_floating_point != wanted[name].dtype.is_floating_point:
+            raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected {wanted[name].dtype}")
+    drafter.load_state_dict(tensors)
+
+
+def save(drafter: Drafter, folder: Path, dtype: str) -> None:
+    """Write a checkpoint folder whole; an older one of that name is replaced, a failed write leaves it as it was.
+
+    Args:
+        drafter: the network.
+        folder: where to; what belongs to training goes below it afterwards.
+        dtype: "bfloat16", "float16" or "float32": one for all floating tensors.
+    """
+    with whole_folder(folder) as temporary:
+        write_into(temporary, drafter.config, drafter.state_dict(), dtype)
+
+
+def write_into(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], dtype: str) -> None:
+    """Write `config.json` and `model.safetensors` into an existing folder.
+
+    Raises:
+        CheckpointError: a tensor holds NaN or infinity; such a drafter must never be served.
+    """
+    cast = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu()
+        if tensor.dtype.is_floating_point:
+            tensor = tensor.to(DTYPES[dtype])
+            if not torch.isfinite(tensor).all():
+                raise CheckpointError(f"{name} holds NaN or infinity; nothing was written to {folder}")
+        cast[name] = tensor.contiguous()
+    save_file(cast, folder / WEIGHTS, metadata={"format": "pt"})
+    write_json(folder / CONFIG, config.to_json(dtype))

@@ -1,0 +1,196 @@
+"""The drafter: one small transformer that reads verifier states. Training, the engine and vLLM run the same pass.
+
+A slot enters as (token embedding, verifier state through `fc`); layer 0 reads both halves, each under its own norm, and
+carries the state as residual. Pair slots carry real tokens and states, mask slots `mask_token_id` and `mask_hidden`.
+Who sees whom is the caller's: `layers_pass` hands queries, keys and values to an `attend` function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from peagle.drafter.config import DrafterConfig
+from peagle.drafter.rope import inverse_frequencies, rotate, rotary_table
+
+# attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
+#   -> [..., num_slots, num_heads * head_dim]; q and k arrive rotated.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Norm(nn.Module):
+    """RMS norm with a weight, no bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]"""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """The projections of one layer, and the norms of queries and keys that qwen3 has."""
+
+    def __init__(self, config: DrafterConfig, input_size: int) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(input_size, heads * width, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_heads * width, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_heads * width, bias=bias)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=bias)
+        self.head_dim = width
+        if config.layer_type == "qwen3":
+            self.q_norm: Norm | None = Norm(width, config.rms_norm_eps)
+            self.k_norm: Norm | None = Norm(width, config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = None
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., input_size] -> q [..., heads, head_dim], k and v [..., kv_heads, head_dim], not rotated yet."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., hidden_size]"""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A decoder layer. The first one reads [normed embedding, normed state], the others the residual alone."""
+
+    def __init__(self, config: DrafterConfig, is_first: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+        self.norm_before_residual = config.norm_before_residual
+        if is_first:
+            self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, (1 + is_first) * config.hidden_size)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def enter(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the projections read, and the residual: [..., input_size] and [..., hidden_size]."""
+        if not self.is_first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        return torch.cat([self.input_layernorm(embeds), normed], -1), normed if self.norm_before_residual else hidden
+
+    def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, then the MLP, each added to the residual: [..., hidden_size]."""
+        hidden = residual + self.self_attn.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Drafter(nn.Module):
+    """The network whose state dict has exactly the checkpoint's tensor names.
+
+    Args:
+        config: its shape. Weights start random (normal, 0.02); training overwrites embedding, head and norm with the
+            verifier's.
+    """
+
+    inv_freq: Tensor
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.input_norm = Norm(config.aux_size, config.rms_norm_eps) if config.norm_before_fc else None
+        self.fc = nn.Linear(config.aux_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(Layer(config, index == 0) for index in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.mask_hidden = (
+            nn.Parameter(torch.zeros(1, 1, config.aux_size)) if config.speculators_model_type == "peagle" else None
+        )
+        if config.is_pruned:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        inv_freq, self.rope_scale = inverse_frequencies(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def project(self, aux_states: Tensor) -> Tensor:
+        """Verifier states to the drafter's width: [..., aux_size] -> [..., hidden_size]."""
+        return self.fc(aux_states if self.input_norm is None else self.input_norm(aux_states))
+
+    def embed_pairs(self, pair_ids: Tensor, aux_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Real slots: token x_{i+1} with state g_i.
+
+        Args:
+            pair_ids: already shifted, int64, [..., num_slots].
+            aux_states: [..., num_slots, aux_size].
+
+        Returns:
+            (embeds, hidden), both [..., num_slots, hidden_size].
+        """
+        return self.embed_tokens(pair_ids), self.project(aux_states)
+
+    def embed_masks(self, num_slots: int) -> tuple[Tensor, Tensor]:
+        """Mask slots: all alike, so computed once and expanded; (embeds, hidden), both [num_slots, hidden_size]."""
+        assert self.mask_hidden is not None, "EAGLE-3 drafters have no mask slots"
+        ids = torch.full((1,), self.config.mask_token_id or 0, device=self.mask_hidden.device)
+        embeds, hidden = self.embed_tokens(ids), self.project(self.mask_hidden[0])
+        return embeds.expand(num_slots, -1), hidden.expand(num_slots, -1)
+
+    def rotary(self, rope_pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin for `rotate`, each [..., num_slots, 1, head_dim]."""
+        return rotary_table(self.inv_freq, self.rope_scale, rope_pos, dtype)
+
+    def layers_pass(self, embeds: Tensor, hidden: Tensor, rope_pos: Tensor, attend: Attend) -> Tensor:
+        """All layers and the final norm.
+
+        Args:
+            embeds, hidden: from `embed_pairs` or `embed_masks`, [..., num_slots, hidden_size].
+            rope_pos: rotary position of each slot, int64, [..., num_slots].
+            attend: attention of one layer (see `Attend`).
+
+        Returns:
+            What the head reads, [..., num_slots, hidden_size].
+        """
+        return self.norm(self.carried_pass(embeds, hidden, rope_pos, attend))
+
+    def carried_pass(self, embeds: Tensor, hidden: Tensor, rope_pos: Tensor, attend: Attend) -> Tensor:
+        """All layers without the final norm: the state that EAGLE-3 carries to its next step, [..., hidden_size]."""
+        cos, sin = self.rotary(rope_pos, hidden.dtype)
+        for index, layer in enumerate(self.layers):
+            entered, residual = layer.enter(embeds, hidden)
+            q, k, v = layer.self_attn.qkv(entered)
+            hidden = layer.leave(residual, attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))
+        return hidden
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., draft_vocab_size]"""
+        return self.lm_head(states)
+
+    def to_verifier_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft vocabulary ids to verifier ids: id + d2t[id]; the same ids without a pruned vocabulary."""
+        return draft_ids + self.d2t[draft_ids] if self.config.is_pruned else draft_ids

@@ -1,0 +1,127 @@
+"""COD sampling (conditional drop-token): which slots of depth 1 and more a step trains.
+
+Worked example. One document of seven pair slots, of which 2, 3, 4 and 5 are supervised (a reply of five tokens):
+
+    pair slot      0  1  2  3  4  5  6
+    supervised     .  .  1  1  1  1  .
+    run            0  0  4  3  2  1  0    supervised pair slots from here on, without a gap
+
+Slot (a, d) predicts x_{a+d+2} and counts iff pair slots a .. a+d are all supervised, so depth 1 has the anchors 2, 3
+and 4, depth 2 the anchors 2 and 3, depth 3 the anchor 2. With ratio 0.7 and no floor: n_1 = 3, depth 1 keeps
+floor(3 * 0.7) = 2 of {2, 3, 4}; depth 2 keeps at most floor(3 * 0.49) = 1 of those that depth 1 kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class CodLayout:
+    """The slots of depth >= 1 of one packed batch, sorted by (anchor, depth). Depth 0 is every pair slot.
+
+    Every slot here is supervised: a deeper slot that is not is of no use to anyone.
+    """
+
+    anchor_pos: Tensor
+    """Index of the chain's pair slot in the pack, int64, [num_slots]."""
+    depth: Tensor
+    """1 .. num_depths - 1, int64, [num_slots]."""
+    num_depths: int
+    """Depths trained, 0 included."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of depth >= 1."""
+        return self.anchor_pos.numel()
+
+    def to(self, device: torch.device) -> CodLayout:
+        """The same layout on `device`."""
+        return CodLayout(self.anchor_pos.to(device), self.depth.to(device), self.num_depths)
+
+
+def supervised_run(is_supervised: Tensor, document_ids: Tensor) -> Tensor:
+    """How many supervised pair slots follow without a gap, each slot itself included.
+
+    Args:
+        is_supervised: bool, [num_pairs].
+        document_ids: document of each pair slot, -1 for padding, int64, [num_pairs].
+
+    Returns:
+        int64, [num_pairs]; slot (a, d) is supervised iff run[a] > d.
+    """
+    if is_supervised.shape != document_ids.shape or is_supervised.dim() != 1:
+        raise LayoutError(f"is_supervised {list(is_supervised.shape)} and document_ids {list(document_ids.shape)} differ")
+    num_pairs = is_supervised.numel()
+    counts = is_supervised & (document_ids >= 0)
+    index = torch.arange(num_pairs, device=is_supervised.device)
+    # A slot ends its run if the next one is not supervised or lies in another document.
+    ends = torch.ones_like(counts)
+    ends[:-1] = ~counts[1:] | (document_ids[1:] != document_ids[:-1])
+    next_end = torch.where(ends, index, num_pairs).flip(0).cummin(0).values.flip(0)
+    return torch.where(counts, next_end - index + 1, 0)
+
+
+def full(is_supervised: Tensor, document_ids: Tensor, num_depths: int) -> CodLayout:
+    """Every supervised slot of every depth: no sampling. Validation uses it, so that its figures are not noise."""
+    run = supervised_run(is_supervised, document_ids)
+    depths = run.clamp(max=num_depths) - 1
+    return _expand(depths.clamp(min=0), num_depths)
+
+
+def sample(
+    is_supervised: Tensor,
+    document_ids: Tensor,
+    num_depths: int,
+    down_sample_ratio: float,
+    down_sample_ratio_min: float,
+    generators: list[torch.Generator],
+) -> CodLayout:
+    """Draw a layout: document by document, depth by depth, each depth out of the one before.
+
+    Depth d keeps min(eligible, floor(n_1 * max(ratio^d, ratio_min))) anchors, n_1 = anchors with a supervised depth-1
+    slot, eligible = anchors whose depth d-1 was kept and whose depth d is supervised.
+
+    Args:
+        is_supervised: whether pair slot (a, 0) counts, bool, [num_pairs], on the CPU.
+        document_ids: ascending from 0, padding (-1) at the end, int64, [num_pairs].
+        num_depths: depth 0 included, >= 1.
+        down_sample_ratio, down_sample_ratio_min: in (0, 1] and [0, 1].
+        generators: one for each document, so that a row's layout does not depend on what it was packed with.
+
+    Source: P-EAGLE, arXiv 2602.01469, section 3.2; the floor is Speculators'.
+    """
+    num_documents = int(document_ids.max().item()) + 1 if document_ids.numel() else 0
+    if len(generators) != num_documents:
+        raise LayoutError(f"{num_documents} documents need as many generators, found {len(generators)}")
+    run = supervised_run(is_supervised, document_ids)
+    depths = torch.zeros_like(run)
+    for document, generator in enumerate(generators):
+        inside = (document_ids == document).nonzero()[:, 0]
+        local = run[inside]
+        num_first = int((local > 1).sum())
+        kept = torch.arange(local.numel())
+        for depth in range(1, num_depths):
+            eligible = kept[local[kept] > depth]
+            quota = math.floor(num_first * max(down_sample_ratio**depth, down_sample_ratio_min) + 1e-9)
+            if quota < eligible.numel():
+                eligible = eligible[torch.randperm(eligible.numel(), generator=generator)[:quota]]
+            depths[inside[eligible]] = depth
+            kept = eligible
+    return _expand(depths, num_depths)
+
+
+def _expand(depths: Tensor, num_depths: int) -> CodLayout:
+    """Slots (a, 1) .. (a, depths[a]) of every anchor, sorted."""
+    anchors = depths.nonzero()[:, 0]
+    counts = depths[anchors]
+    anchor_pos = anchors.repeat_interleave(counts)
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    depth = torch.arange(anchor_pos.numel(), device=depths.device) - starts + 1
+    return CodLayout(anchor_pos, depth, num_depths)
