@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from peagle import embedded
 from peagle.errors import ConfigError
 
 Config = TypeVar("Config", bound="StageConfig")
@@ -18,21 +19,21 @@ Config = TypeVar("Config", bound="StageConfig")
 class StageConfig(BaseModel):
     """A stage's settings: frozen, unknown keys refused, each field's docstring is its help text.
 
-    A field with `json_schema_extra={"positional": True}` becomes an argument instead of a flag; `{"panel": "Optimizer"}`
-    groups flags in `--help`.
+    A field with `json_schema_extra={"positional": True}` becomes an argument instead of a flag; with
+    `{"panel": "Optimizer"}` it is listed under that heading in `--help`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
     @classmethod
     def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
-        """Validate `values` (defaults fill the rest).
+        """Validate `values` (defaults fill the rest); `embedded:verifier` and its like become paths.
 
         Raises:
             ConfigError: one line that names the key, the value and what was expected.
         """
         try:
-            return cls(**values)
+            return cls(**{key: embedded.resolve(value) for key, value in values.items()})
         except ValidationError as error:
             raise ConfigError(explain(cls, error)) from None
 

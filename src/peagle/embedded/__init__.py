@@ -1,0 +1,35 @@
+"""What ships inside the package: a small real verifier and questions, so that everything runs with no download.
+
+In: nothing. Out: paths. Anywhere a model or a data file is asked for, `embedded:verifier`, `embedded:train` and
+`embedded:test` stand for them. The verifier never saw the test questions; no trained drafter is shipped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent
+VERIFIER = ROOT / "verifier"
+TRAIN_QUESTIONS = ROOT / "questions" / "train.jsonl"
+TEST_QUESTIONS = ROOT / "questions" / "test.jsonl"
+NAMES = {"embedded:verifier": VERIFIER, "embedded:train": TRAIN_QUESTIONS, "embedded:test": TEST_QUESTIONS}
+
+__all__ = ["NAMES", "ROOT", "TEST_QUESTIONS", "TRAIN_QUESTIONS", "VERIFIER", "resolve"]
+
+
+def resolve(value: Any) -> Any:
+    """Replace the names above by paths, also inside lists and tuples; anything else comes back as it was.
+
+    Raises:
+        ConfigError: a name that starts with `embedded:` but is none of the three.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(resolve(item) for item in value)
+    if not isinstance(value, (str, Path)) or not str(value).startswith("embedded:"):
+        return value
+    if str(value) not in NAMES:
+        raise ConfigError(f"{value}: nothing of that name is shipped; there are {', '.join(NAMES)}")
+    return str(NAMES[str(value)])
