@@ -33,11 +33,11 @@ tags:
 
 # The embedded verifier
 
-A small Qwen3 ({parameters:,} parameters, {num_layers} layers, hidden size {hidden_size}, {vocab_size:,} embedding rows,
-{megabytes:.1f} MB of bfloat16 weights) that ships inside `peagle`, so that the whole road from conversations to a served
-drafter runs with no download. It was trained by `scripts/train_verifier.py` on the 7,473 train rows of GSM8K (MIT,
-openai/grade-school-math; calculator marks stripped). It writes fluent answers in the style of that set. It does not solve the
-problems, and is meant for nothing but testing speculative decoding.
+A small Qwen3 ({parameters:,} parameters, {num_layers} layers, hidden size {hidden_size}, {vocab_size:,} embedding
+rows, {megabytes:.1f} MB of bfloat16 weights) that ships inside `peagle`, so that the whole road from conversations to a
+served drafter runs with no download. `scripts/train_verifier.py` trained it on the 7,473 train rows of GSM8K (MIT,
+openai/grade-school-math; calculator marks stripped). It writes fluent answers in the style of that set, and solves few
+of the problems: it is there to test speculative decoding, for nothing else.
 
 | measured on the {num_held_out:,} test rows, which it never saw | |
 | --- | --- |
@@ -143,7 +143,7 @@ def main() -> None:
         )
         for question, _ in rows
     ]
-    humans = [tokenizer(answer, add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for _, answer in rows]
+    humans = [[*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for _, answer in rows]
     chosen = [index * len(rows) // args.num_greedy for index in range(min(args.num_greedy, len(rows)))]
     greedy = greedy_answers(
         model, [prompts[i] for i in chosen], args.limit, tokenizer.eos_token_id, tokenizer.pad_token_id
