@@ -13,7 +13,8 @@ def test_E01_the_pooled_figure_weighs_passes_and_not_requests():
     assert pooled_b.acceptance_length == pytest.approx(1.735, abs=5e-4)
     means = [sum(c.acceptance_length for c in counts) / 2 for counts in (a, b)]
     assert means == pytest.approx([2.750, 2.083], abs=5e-4)
-    assert (pooled_a.acceptance_length < pooled_b.acceptance_length) and means[0] > means[1]
+    assert pooled_a.acceptance_length < pooled_b.acceptance_length
+    assert means[0] > means[1]
 
 
 def test_E03_nothing_drafted_gives_absent_figures_and_no_exception():

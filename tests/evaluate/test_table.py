@@ -1,3 +1,4 @@
+import io
 import json
 import math
 
@@ -35,7 +36,8 @@ def test_average_is_the_plain_mean_of_the_rows_and_pooled_sums_passes():
 def test_the_published_rows_give_the_published_average():
     datasets = {name: Counts(1000, tuple(10 * share for share in shares), 0) for name, (shares, _) in PUBLISHED.items()}
     laid = {row.name: row for row in table.rows(datasets)}
-    assert [round(100 * share, 1) for share in laid["Average"].per_position] == [74.9, 49.9, 31.9, 20.4, 13.1, 8.5, 5.5]
+    average = [74.9, 49.9, 31.9, 20.4, 13.1, 8.5, 5.5]
+    assert [100 * share for share in laid["Average"].per_position] == pytest.approx(average, abs=0.06)  # rounded rows
     assert laid["Average"].length == pytest.approx(3.044, abs=2e-3)
     for name, (_, length) in PUBLISHED.items():
         assert laid[name].length == pytest.approx(length, abs=6e-3)
@@ -77,7 +79,8 @@ def test_E05_json_labels_both_kinds_of_rates():
 
 def test_E11_a_hopeless_drafter_is_told_so_with_its_number_of_rows():
     said = table.verdict(Counts(3, (0, 0, 0, 0), 3), 20)
-    assert "0/12" in said and "20 rows" in said
+    assert "0/12" in said
+    assert "20 rows" in said
     assert table.verdict(A, 20) is None
 
 
@@ -88,6 +91,6 @@ def test_X16_acceptance_is_shown_by_context_length():
 
 
 def test_the_terminal_table_has_a_column_per_position():
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(table.terminal({"a": A, "b": B}, "acceptance"))
     assert "70.0" in console.export_text()

@@ -2,5 +2,6 @@
 
 In: a checkpoint, its verifier, prompts (or prepared rows with stored states, or an endpoint). Out: `evaluation.json`,
 the field's table, Markdown. What always holds: all sources fill the same `Counts`, figures pool all passes, and where
-nothing was drafted a figure is absent, not 0. Public: `config.EvaluateConfig`, `run.evaluate`, `counts`, `table`, `metrics`.
+nothing was drafted a figure is absent, not 0. Public:
+`config.EvaluateConfig`, `run.evaluate`, `counts`, `table`, `metrics`.
 """

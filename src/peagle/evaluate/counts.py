@@ -1,9 +1,9 @@
 """What is counted, whoever counts it: the engine, the replay, or vLLM's counters.
 
 Convention, the same as vLLM's: a pass is one run of the verifier over a draft (the prefill is none); a drafted token
-counts as accepted as soon as the verifier accepts it, before an end-of-sequence token or a length limit cuts the answer;
-acceptance length = 1 + accepted / passes, so the verifier's own token is included. Figures of a data set pool all passes
-of all its answers; no figure here is a mean of per-answer means.
+counts as accepted as soon as the verifier accepts it, before an end-of-sequence token or a length limit cuts the
+answer; acceptance length = 1 + accepted / passes, so the verifier's own token is included. Figures of a data set pool
+all passes of all its answers; no figure here is a mean of per-answer means.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 CONVENTION = (
-    "Pooled over all verifier passes; the prefill is no pass. Position k: share of passes in which the k-th drafted token "
-    "was accepted. Acceptance length = 1 + accepted / passes: the verifier's own (bonus) token is included."
+    "Pooled over all verifier passes; the prefill is no pass. Position k: share of passes in which the k-th drafted "
+    "token was accepted. Acceptance length = 1 + accepted / passes: the verifier's own (bonus) token is included."
 )
 SMALLEST_CONTEXT_BUCKET = 128
 
@@ -63,7 +63,7 @@ class Counts:
 
     @property
     def conditional_per_position(self) -> tuple[float | None, ...] | None:
-        """Share of the passes that accepted all positions before k in which k was accepted too; None: there was none."""
+        """Share of the passes that accepted all positions before k in which k was accepted too; None: no such pass."""
         if not self.num_drafts:
             return None
         reached = (self.num_drafts, *self.accepted_per_position[:-1])
@@ -104,9 +104,7 @@ def pool(parts: Iterable[Counts], num_speculative_tokens: int) -> Counts:
     per_position: list[float] = [0] * num_speculative_tokens
     for part in parts:
         if part.num_speculative_tokens != num_speculative_tokens:
-            raise ValueError(
-                f"{part.num_speculative_tokens} drafted tokens per pass pooled with {num_speculative_tokens}"
-            )
+            raise ValueError(f"{part.num_speculative_tokens} drafted per pass pooled with {num_speculative_tokens}")
         num_drafts += part.num_drafts
         generated += part.num_generated_tokens
         per_position = [a + b for a, b in zip(per_position, part.accepted_per_position)]

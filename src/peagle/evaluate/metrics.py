@@ -1,4 +1,4 @@
-"""vLLM's speculative-decoding counters from its Prometheus text: summed over engines, as differences of two readings."""
+"""vLLM's speculative-decoding counters from its Prometheus text: summed over engines, differences of two readings."""
 
 from __future__ import annotations
 
