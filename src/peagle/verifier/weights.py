@@ -1,0 +1,254 @@
+"""The verifier's final norm, head and embedding, read slice by slice from its files without loading the model.
+
+Quantised verifiers keep these three in a plain dtype as a rule. FP8 and INT8 ones are dequantised; packed ones are
+refused by the name of their format, never read as if their bytes were numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle.errors import VerifierError
+from peagle.verifier.facts import VerifierFacts
+from peagle.verifier.tensor_files import TensorFiles
+
+_PREFIXES = (
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.text_model.",
+    "text_model.model.",
+    "llm.model.",
+    "thinker.model.",
+    "transformer.",
+    "backbone.",
+    "gpt_neox.",
+    "decoder.",
+    "model.decoder.",
+    "",
+)
+_LEAVES = {
+    "embedding": ("embed_tokens", "wte", "embeddings", "embedding", "embed_in", "tok_embeddings", "word_embeddings"),
+    "norm": ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"),
+    "head": ("lm_head", "embed_out", "output", "output_layer"),
+}
+_PACKED = {  # suffix of the tensor that replaces `.weight` -> name of the format
+    "weight_packed": "compressed-tensors, packed",
+    "qweight": "GPTQ or AWQ",
+    "weight_blocks": "MXFP4",
+    "weight_q": "HQQ",
+}
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class VerifierHead:
+    """From `last_states` (before the norm) to the verifier's logits. Frozen: no gradient reaches it."""
+
+    norm_weight: Tensor
+    """What the normalised state is multiplied by, the 1 of (1 + w) folded in; float32, or float64; [hidden_size]."""
+    norm_eps: float
+    weight: Tensor
+    """[vocab_size, hidden_size], or a pruned vocabulary's rows of it."""
+    logit_scale: float
+    logit_softcap: float | None
+
+    def normed(self, last_states: Tensor) -> Tensor:
+        """Apply the final norm, once, in float32 at least.
+
+        Args:
+            last_states: [..., hidden_size], before the norm, any float dtype.
+
+        Returns:
+            [..., hidden_size] in the dtype of `weight`.
+        """
+        states = last_states.to(self.norm_weight.dtype)
+        scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)
+        return (states * scale * self.norm_weight).to(self.weight.dtype)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Logits over the rows of `weight`, [..., vocab_size], scaled and soft-capped as the verifier's own."""
+        logits = F.linear(normed, self.weight)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
+
+    def restricted(self, ids: Tensor) -> VerifierHead:
+        """The head over some of the vocabulary.
+
+        Args:
+            ids: verifier ids of the pruned vocabulary, int64, [draft_vocab_size].
+        """
+        return VerifierHead(
+            self.norm_weight,
+            self.norm_eps,
+            self.weight[ids.to(self.weight.device)].contiguous(),
+            self.logit_scale,
+            self.logit_softcap,
+        )
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> VerifierHead:
+        """The head on `device` with its matrix in `dtype`; the norm stays in float32 (float64 if `dtype` is)."""
+        norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        return VerifierHead(
+            self.norm_weight.to(device, norm_dtype),
+            self.norm_eps,
+            self.weight.to(device, dtype),
+            self.logit_scale,
+            self.logit_softcap,
+        )
+
+
+def load_head(facts: VerifierFacts) -> VerifierHead:
+    """Read the final norm and the head (of a tied verifier, the embedding).
+
+    Returns:
+        The head on the CPU, its matrix in the dtype of the file.
+
+    Raises:
+        VerifierError: no weights, unknown tensor names (close ones are listed), a packed head (its format is named),
+            shapes that do not fit the facts, or a norm that is no RMS norm.
+    """
+    files = TensorFiles.open(facts.name_or_path)
+    norm_name = find_tensor(files, facts, "norm")
+    if norm_name.removesuffix("weight") + "bias" in files.names:
+        raise VerifierError(
+            f"{facts.name_or_path}: its final norm is a LayerNorm ({norm_name.removesuffix('weight')}bias exists); "
+            "drafters read an RMS norm, so this family is not supported"
+        )
+    norm = _plain(files, norm_name, facts).to(torch.float32)
+    role = "embedding" if facts.tied else "head"
+    weight = _matrix(files, facts, role)
+    if norm.shape != (facts.hidden_size,):
+        raise VerifierError(
+            f"{facts.name_or_path}: {norm_name} has shape {list(norm.shape)}, expected [{facts.hidden_size}]"
+        )
+    return VerifierHead(
+        norm + 1.0 if facts.norm_adds_one else norm,
+        facts.rms_norm_eps,
+        weight,
+        facts.logit_scale,
+        facts.logit_softcap,
+    )
+
+
+def load_embedding(facts: VerifierFacts) -> Tensor:
+    """Read the input embedding with the family's scale folded in: the vectors that the first layer sees.
+
+    Returns:
+        [vocab_size, hidden_size] on the CPU, in the dtype of the file (float32 when a scale was folded in).
+
+    Raises:
+        VerifierError: as `load_head`.
+    """
+    weight = _matrix(TensorFiles.open(facts.name_or_path), facts, "embedding")
+    return weight if facts.embedding_scale == 1.0 else weight.to(torch.float32) * facts.embedding_scale
+
+
+def fingerprint(facts: VerifierFacts) -> str:
+    """A hash that tells this verifier's weights from another's, without reading all of them.
+
+    It covers the size of each weight file and 64 KiB at 17 places of it, so it survives copying the folder and notices
+    a fine-tune under the same path.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(TensorFiles.open(facts.name_or_path).paths):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as handle:
+            for place in range(17):
+                handle.seek(max(0, size - (1 << 16)) * place // 16)
+                digest.update(handle.read(1 << 16))
+    return digest.hexdigest()
+
+
+def find_tensor(files: TensorFiles, facts: VerifierFacts, role: str) -> str:
+    """The name of the "embedding", "norm" or "head" weight in the files.
+
+    Raises:
+        VerifierError: none of the known names is there; lists the closest ones and how to say which it is.
+    """
+    asked = facts.tensor_names.get(role)
+    if asked is not None:
+        if asked not in files.names:
+            raise VerifierError(f"{facts.name_or_path}: no tensor named {asked} (given for the {role})")
+        return asked
+    for base in _bases(role):
+        for name in (f"{base}.weight", *(f"{base}.{suffix}" for suffix in _PACKED)):
+            if name in files.names:
+                return name
+    words = (
+        ("embed", "wte") if role == "embedding" else ("norm", "ln_f") if role == "norm" else ("head", "output", "embed")
+    )
+    close = [name for name in sorted(files.names) if any(word in name for word in words) and ".layers." not in name]
+    listed = ", ".join((close or sorted(files.names))[:6])
+    reason = "" if role != "head" else " and its configuration says that the head is not tied to the embedding"
+    raise VerifierError(
+        f"{facts.name_or_path}: no known tensor name for the {role}{reason}; close ones: {listed}. Name it with "
+        f"--verifier-tensors {role}=NAME."
+    )
+
+
+def _bases(role: str) -> list[str]:
+    if role == "head":
+        return [prefix + leaf for leaf in _LEAVES[role] for prefix in ("", "language_model.", "model.", *_PREFIXES[2:])]
+    return [prefix + leaf for prefix in _PREFIXES for leaf in _LEAVES[role]]
+
+
+def _matrix(files: TensorFiles, facts: VerifierFacts, role: str) -> Tensor:
+    name = find_tensor(files, facts, role)
+    weight = _plain(files, name, facts)
+    if weight.ndim != 2 or weight.shape[1] != facts.hidden_size or weight.shape[0] < facts.vocab_size:
+        raise VerifierError(
+            f"{facts.name_or_path}: {name} has shape {list(weight.shape)}, expected [{facts.vocab_size}, "
+            f"{facts.hidden_size}]"
+        )
+    return weight[: facts.vocab_size].contiguous()
+
+
+def _plain(files: TensorFiles, name: str, facts: VerifierFacts) -> Tensor:
+    """Read a tensor as numbers: dequantised where that is a multiplication, refused where bytes are packed."""
+    base, _, suffix = name.rpartition(".")
+    if suffix in _PACKED:
+        raise VerifierError(
+            f"{facts.name_or_path}: {name} is quantised ({_PACKED[suffix]}), and peagle does not unpack that format. Use "
+            "a copy of the verifier whose head and embedding are not quantised."
+        )
+    tensor = files.read(name)
+    if tensor.dtype in _FLOATS:
+        return tensor
+    scale_name = next(
+        (f"{base}.{end}" for end in ("weight_scale", "weight_scale_inv") if f"{base}.{end}" in files.names), None
+    )
+    eight_bit = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    offset = f"{base}.weight_zero_point" in files.names and bool(files.read(f"{base}.weight_zero_point").any())
+    if tensor.dtype not in eight_bit or (scale_name is None and tensor.dtype == torch.int8) or offset:
+        kind = facts.quantization or "unknown"
+        raise VerifierError(
+            f"{facts.name_or_path}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')} (quantisation: {kind}), "
+            "and peagle does not unpack that format. Use a copy of the verifier whose head and embedding are not "
+            "quantised."
+        )
+    values = tensor.to(torch.float32)
+    return values if scale_name is None else values * _spread(files.read(scale_name).to(torch.float32), values.shape)
+
+
+def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Bring a scale per tensor, per row or per square block to the shape of what it multiplies."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.ndim == 1:
+        return scale[:, None]
+    if scale.shape[1] == 1:
+        return scale
+    rows, columns = (-(-full // part) for full, part in zip(shape, scale.shape))
+    rows, columns = 1 << (rows - 1).bit_length(), 1 << (columns - 1).bit_length()  # blocks are powers of two
+    return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
