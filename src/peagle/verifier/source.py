@@ -1,0 +1,67 @@
+"""The seam between whatever runs a verifier (Transformers, a server, vLLM in process) and the store of its states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from peagle.data.rows import TokenRow
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """What a verifier computed for one row, position by position, nothing shifted."""
+
+    row_id: str
+    input_ids: list[int]
+    """The ids that the verifier really read; the receiver compares them with the row's, [num_tokens]."""
+    aux_states: Tensor
+    """States entering the auxiliary layers, ascending layer id, concatenated;
+    [num_tokens, num_aux_layers * hidden_size]."""
+    last_states: Tensor
+    """States after the last layer, BEFORE the final norm, [num_tokens, hidden_size]."""
+    choice_pos: list[int]
+    """Positions p at which the verifier's own choice of x_{p+1} is known, for `--validate-outputs`; may be empty."""
+    choice_ids: list[int]
+    """That choice (the argmax of the verifier's own logits), as many as `choice_pos`."""
+
+
+@dataclass(frozen=True)
+class RowRefused:
+    """A row whose states cannot be had. It is named, counted, and tried again by the next run; it stops nothing."""
+
+    row_id: str
+    reason: str
+    """One phrase that can be counted, without the row's id or numbers of its own: "the server answered 400"."""
+    detail: str
+    """What exactly happened, for the log; may be empty."""
+
+
+class StateSource(Protocol):
+    """Something that yields a verifier's states for token rows. `states/extract.py` drives it."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest row it takes; longer ones are never handed to it."""
+        ...
+
+    def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates | RowRefused]:
+        """Yield each wanted row once, in any order, as soon as it is there.
+
+        Args:
+            rows: the whole job, whether or not it resumes: a source that computes several rows together can form the
+                same groups each time, so that a resumed job gives the same bits. May be lazy: read it in order.
+            wanted: ids of the rows whose states are needed; the others are never yielded.
+
+        Raises:
+            PeagleError: the job cannot go on (a dead server, three mismatches in a row). What was yielded before stays.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release connections, files and memory. Called once, also after an error."""
+        ...
