@@ -1,4 +1,4 @@
-"""Checkpoint folders that `vllm serve` loads as they are: `config.json` and `model.safetensors`, nothing else at the root."""
+"""Checkpoint folders that `vllm serve` loads as they are: `config.json` and `model.safetensors` at the root."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def find(checkpoint: str) -> Path:
     folder = Path(checkpoint)
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
-            raise CheckpointError(f"{checkpoint}: no {CONFIG} in this folder; name a checkpoint such as RUN/checkpoint_best")
+            raise CheckpointError(f"{checkpoint}: no {CONFIG} in this folder; name one such as RUN/checkpoint_best")
         return folder
     if folder.exists() or checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") != 1:
         raise CheckpointError(f"{checkpoint}: no such folder, and not a hub id (owner/name)")

@@ -71,7 +71,7 @@ class DrafterConfig(StageConfig):
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"{self.num_attention_heads} heads do not share {self.num_key_value_heads} key/value heads")
+            raise ValueError(f"{self.num_attention_heads} heads over {self.num_key_value_heads} key/value heads")
         if list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
             raise ValueError(f"layer ids must be distinct and ascending, found {list(self.aux_layer_ids)}")
         if self.draft_vocab_size > self.vocab_size:

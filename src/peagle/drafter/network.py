@@ -8,17 +8,36 @@ Who sees whom is the caller's: `layers_pass` hands queries, keys and values to a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peagle.drafter.config import DrafterConfig
-from peagle.drafter.rope import inverse_frequencies, rotate, rotary_table
+from peagle.drafter.rope import inverse_frequencies, rotary_table, rotate
 
 # attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
 #   -> [..., num_slots, num_heads * head_dim]; q and k arrive rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Entered:
+    """Slots as they stand before the attention of layer 0: projected, not rotated yet. `[1, ...]` stands for all slots.
+
+    Mask slots differ only by position, so theirs is computed once for all of them.
+    """
+
+    q: Tensor
+    """[..., num_slots or 1, num_heads, head_dim]"""
+    k: Tensor
+    """[..., num_slots or 1, num_kv_heads, head_dim]"""
+    v: Tensor
+    """[..., num_slots or 1, num_kv_heads, head_dim]"""
+    residual: Tensor
+    """[..., num_slots or 1, hidden_size]"""
 
 
 class Norm(nn.Module):
@@ -165,6 +184,11 @@ class Drafter(nn.Module):
         """cos and sin for `rotate`, each [..., num_slots, 1, head_dim]."""
         return rotary_table(self.inv_freq, self.rope_scale, rope_pos, dtype)
 
+    def enter(self, embeds: Tensor, hidden: Tensor) -> Entered:
+        """Layer 0's norms and projections of slots, each input [..., num_slots, hidden_size]."""
+        read, residual = self.layers[0].enter(embeds, hidden)
+        return Entered(*self.layers[0].self_attn.qkv(read), residual)
+
     def layers_pass(self, embeds: Tensor, hidden: Tensor, rope_pos: Tensor, attend: Attend) -> Tensor:
         """All layers and the final norm.
 
@@ -176,14 +200,56 @@ class Drafter(nn.Module):
         Returns:
             What the head reads, [..., num_slots, hidden_size].
         """
-        return self.norm(self.carried_pass(embeds, hidden, rope_pos, attend))
+        return self.norm(self.carried_pass(self.enter(embeds, hidden), rope_pos, attend))
 
-    def carried_pass(self, embeds: Tensor, hidden: Tensor, rope_pos: Tensor, attend: Attend) -> Tensor:
+    def base_pass(
+        self,
+        embeds: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        checkpoint: bool,
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """All pair slots, keeping each layer's keys and values as part of the graph.
+
+        Args:
+            embeds, hidden: from `embed_pairs`, [num_pairs, hidden_size].
+            cos, sin: from `rotary`.
+            attend: causal attention, document by document.
+            checkpoint: recompute a layer's inside in the backward; its input, keys and values are kept.
+
+        Returns:
+            States after the final norm [num_pairs, hidden_size]; rotated keys and values of each layer,
+            [num_pairs, num_kv_heads, head_dim].
+        """
+        keys, values = [], []
+
+        def one(layer: Layer, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            read, residual = layer.enter(embeds, hidden)
+            q, k, v = layer.self_attn.qkv(read)
+            k = rotate(k, cos, sin)
+            return layer.leave(residual, attend(rotate(q, cos, sin), k, v)), k, v
+
+        for layer in self.layers:
+            if checkpoint:
+                hidden, k, v = torch.utils.checkpoint.checkpoint(one, layer, embeds, hidden, use_reentrant=False)
+            else:
+                hidden, k, v = one(layer, embeds, hidden)
+            keys.append(k)
+            values.append(v)
+        return self.norm(hidden), keys, values
+
+    def carried_pass(self, entered: Entered, rope_pos: Tensor, attend: Attend) -> Tensor:
         """All layers without the final norm: the state that EAGLE-3 carries to its next step, [..., hidden_size]."""
-        cos, sin = self.rotary(rope_pos, hidden.dtype)
+        cos, sin = self.rotary(rope_pos, entered.residual.dtype)
+        q, k, v, residual = entered.q, entered.k, entered.v, entered.residual
+        v = v.expand(*rope_pos.shape, *v.shape[-2:])
+        hidden = residual
         for index, layer in enumerate(self.layers):
-            entered, residual = layer.enter(embeds, hidden)
-            q, k, v = layer.self_attn.qkv(entered)
+            if index:
+                read, residual = layer.enter(hidden, hidden)
+                q, k, v = layer.self_attn.qkv(read)
             hidden = layer.leave(residual, attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))
         return hidden
 

@@ -24,15 +24,14 @@ from peagle.errors import LayoutError
 
 @dataclass(frozen=True)
 class CodLayout:
-    """The slots of depth >= 1 of one packed batch, sorted by (anchor, depth). Depth 0 is every pair slot.
-
-    Every slot here is supervised: a deeper slot that is not is of no use to anyone.
-    """
+    """The slots of depth >= 1 of one packed batch, sorted by (anchor, depth). Depth 0 is every pair slot."""
 
     anchor_pos: Tensor
     """Index of the chain's pair slot in the pack, int64, [num_slots]."""
     depth: Tensor
     """1 .. num_depths - 1, int64, [num_slots]."""
+    is_supervised: Tensor
+    """Whether the slot counts in the loss, bool, [num_slots]. `sample` and `full` draw supervised slots only."""
     num_depths: int
     """Depths trained, 0 included."""
 
@@ -43,7 +42,9 @@ class CodLayout:
 
     def to(self, device: torch.device) -> CodLayout:
         """The same layout on `device`."""
-        return CodLayout(self.anchor_pos.to(device), self.depth.to(device), self.num_depths)
+        return CodLayout(
+            self.anchor_pos.to(device), self.depth.to(device), self.is_supervised.to(device), self.num_depths
+        )
 
 
 def supervised_run(is_supervised: Tensor, document_ids: Tensor) -> Tensor:
@@ -57,7 +58,9 @@ def supervised_run(is_supervised: Tensor, document_ids: Tensor) -> Tensor:
         int64, [num_pairs]; slot (a, d) is supervised iff run[a] > d.
     """
     if is_supervised.shape != document_ids.shape or is_supervised.dim() != 1:
-        raise LayoutError(f"is_supervised {list(is_supervised.shape)} and document_ids {list(document_ids.shape)} differ")
+        raise LayoutError(
+            f"shapes differ: is_supervised {list(is_supervised.shape)}, document_ids {list(document_ids.shape)}"
+        )
     num_pairs = is_supervised.numel()
     counts = is_supervised & (document_ids >= 0)
     index = torch.arange(num_pairs, device=is_supervised.device)
@@ -109,7 +112,7 @@ def sample(
         kept = torch.arange(local.numel())
         for depth in range(1, num_depths):
             eligible = kept[local[kept] > depth]
-            quota = math.floor(num_first * max(down_sample_ratio**depth, down_sample_ratio_min) + 1e-9)
+            quota = math.floor(num_first * max(down_sample_ratio**depth, down_sample_ratio_min))
             if quota < eligible.numel():
                 eligible = eligible[torch.randperm(eligible.numel(), generator=generator)[:quota]]
             depths[inside[eligible]] = depth
@@ -124,4 +127,4 @@ def _expand(depths: Tensor, num_depths: int) -> CodLayout:
     anchor_pos = anchors.repeat_interleave(counts)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     depth = torch.arange(anchor_pos.numel(), device=depths.device) - starts + 1
-    return CodLayout(anchor_pos, depth, num_depths)
+    return CodLayout(anchor_pos, depth, torch.ones_like(depth, dtype=torch.bool), num_depths)

@@ -1,0 +1,311 @@
+"""The two-pass step: exact gradients, one block's activations in memory at a time.
+
+1. Base pass: the pair slots as a causal language model; each layer's keys and values are kept.
+2. Blocks of neighbouring anchors: their mask slots run against detached keys and values, the loss of the block (its
+   pair slots included) is formed and sent backward at once; gradients of keys, values and states add up.
+3. One backward through the base pass with what was collected.
+
+No N x N mask and no [num_slots, vocab_size] logits exist anywhere. Source: the paper's Algorithm 1 (sequence
+partitioning), arXiv 2602.01469, without its recomputation of the context for every segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.drafter.network import Drafter, Entered
+from peagle.layout.cod import CodLayout
+from peagle.states.batch import Batch
+from peagle.train.attention import HEADS, AttentionName, Heads, rollout_mask
+from peagle.train.loss import LossName, Targets, head_loss
+from peagle.verifier.weights import VerifierHead
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step is computed. Only `loss` and `depth_weights` change what is computed."""
+
+    loss: LossName
+    """The loss of one slot."""
+    depth_weights: tuple[float, ...] | None
+    """Weight of each depth's slots in the loss, depth 0 first; None weighs all alike."""
+    attention: AttentionName
+    """Attention implementation."""
+    block_slots: int
+    """Slots (pair slots that are supervised, and mask slots) of a block; at least one anchor's."""
+    chunk_rows: int
+    """Rows whose logits are held at a time."""
+    checkpoint_base: bool
+    """Keep one hidden state per layer and token of the base pass, and recompute the rest in its backward."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Sums over supervised slots; divide by counts once all batches and ranks are added."""
+
+    loss_sum: Tensor
+    """Sum of each depth's losses, not weighted, float64, [num_depths]."""
+    correct: Tensor
+    """Slots of each depth whose choice is the verifier's, int64, [num_depths]."""
+    total: Tensor
+    """Supervised slots of each depth, int64, [num_depths]."""
+    prefix_correct: Tensor
+    """Chains whose slots of depths 0 .. k all are correct, int64, [num_depths]; only with the full layout a measure."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Anchors first .. last-1 of the pack, and the range of the layout's slots that hang on them."""
+
+    first_anchor: int
+    last_anchor: int
+    first_slot: int
+    last_slot: int
+
+
+def train_step(
+    drafter: Drafter,
+    head: VerifierHead,
+    batch: Batch,
+    layout: CodLayout,
+    total_supervised: float,
+    settings: StepSettings,
+    choices: Tensor | None,
+) -> StepResult:
+    """Add the gradient of sum(loss of supervised slots) / total_supervised to each parameter's `.grad`.
+
+    Args:
+        drafter: parameters with `requires_grad` are trained; `lm_head` is included only if it asks for gradients.
+        head: the verifier's, restricted to the draft vocabulary.
+        batch: packed pair slots with at least one supervised slot or none (then nothing is added).
+        layout: slots of depth >= 1 of this batch.
+        total_supervised: the count of supervised slots of the WHOLE optimizer step, over batches and ranks.
+        settings: see `StepSettings`.
+        choices: the verifier's choice per label (`Targets.choices`), or None.
+    """
+    return _step(drafter, head, batch, layout, total_supervised, settings, choices, with_grad=True)
+
+
+@torch.no_grad()
+def validate_step(
+    drafter: Drafter,
+    head: VerifierHead,
+    batch: Batch,
+    layout: CodLayout,
+    settings: StepSettings,
+    choices: Tensor | None,
+) -> StepResult:
+    """The same sums without gradients."""
+    return _step(drafter, head, batch, layout, 1.0, settings, choices, with_grad=False)
+
+
+def num_supervised(batch: Batch, layout: CodLayout) -> int:
+    """Supervised slots of a batch, over all depths."""
+    return int(batch.is_supervised.sum()) + int(layout.is_supervised.sum())
+
+
+def _step(
+    drafter: Drafter,
+    head: VerifierHead,
+    batch: Batch,
+    layout: CodLayout,
+    total_supervised: float,
+    settings: StepSettings,
+    choices: Tensor | None,
+    with_grad: bool,
+) -> StepResult:
+    sums = _Sums(layout.num_depths, batch.pair_ids.device)
+    num_pairs = int((batch.document_ids >= 0).sum())
+    if num_supervised(batch, layout) == 0:
+        return sums.result()
+    heads = HEADS[settings.attention]
+    with torch.no_grad():
+        targets = Targets(head.normed(batch.last_states), head, choices)
+    bounds = _document_bounds(batch.document_ids[:num_pairs])
+    pair_ids, aux_states = batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs]
+    states, keys, values = _base_pass(
+        drafter, pair_ids, aux_states, batch.rope_pos[:num_pairs], bounds, heads, settings.checkpoint_base and with_grad
+    )
+    state_grad = torch.zeros_like(states) if with_grad else None
+    key_grads = [torch.zeros_like(k) for k in keys] if with_grad else []
+    value_grads = [torch.zeros_like(v) for v in values] if with_grad else []
+    states_read = states.detach()
+    masks = _Masks(drafter, with_grad) if layout.num_slots else None
+    weight = drafter.lm_head.weight
+    weight_grad = torch.zeros_like(weight) if with_grad and weight.requires_grad else None
+
+    for block in _blocks(batch.is_supervised[:num_pairs], layout, settings.block_slots):
+        slots = slice(block.first_slot, block.last_slot)
+        anchor, depth, counts = layout.anchor_pos[slots], layout.depth[slots], layout.is_supervised[slots]
+        rolled, leaves = None, []
+        if masks is not None and anchor.numel():
+            with torch.set_grad_enabled(with_grad):
+                rolled, leaves = _rollout(drafter, masks, batch, keys, values, bounds, anchor, depth, heads, with_grad)
+        # Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
+        pairs = torch.arange(block.first_anchor, block.last_anchor, device=anchor.device)
+        pairs = pairs[batch.is_supervised[pairs]]
+        chosen = counts.nonzero()[:, 0]
+        row_depth = torch.cat([torch.zeros_like(pairs), depth[chosen]])
+        row_anchor = torch.cat([pairs, anchor[chosen]])
+        label_rows = batch.label_of_pair[row_anchor + row_depth]
+        order = torch.argsort(label_rows, stable=True)
+        read = states_read[pairs]
+        if rolled is not None:
+            read = torch.cat([read, rolled.detach()[chosen]])
+        row_weight = torch.full_like(label_rows, 1.0, dtype=read.dtype) / total_supervised
+        if settings.depth_weights is not None:
+            row_weight = row_weight * row_weight.new_tensor(settings.depth_weights)[row_depth]
+        with torch.no_grad():
+            rows = head_loss(
+                read[order],
+                weight,
+                label_rows[order],
+                row_weight[order],
+                targets,
+                settings.loss,
+                settings.chunk_rows,
+                with_grad,
+                weight_grad,
+            )
+        sums.add(rows.loss, rows.is_correct, row_anchor[order], row_depth[order])
+        if not with_grad:
+            continue
+        assert rows.grad is not None
+        assert state_grad is not None
+        read_grad = torch.empty_like(read)
+        read_grad[order] = rows.grad
+        state_grad[pairs] += read_grad[: pairs.numel()]
+        if rolled is not None and chosen.numel():
+            rolled_grad = torch.zeros_like(rolled)
+            rolled_grad[chosen] = read_grad[pairs.numel() :]
+            torch.autograd.backward([rolled], [rolled_grad])
+            for index, (first, last, k, v) in enumerate(leaves):
+                key_grads[index][first:last] += k.grad
+                value_grads[index][first:last] += v.grad
+
+    if with_grad:
+        assert state_grad is not None
+        roots, grads = [states], [state_grad]
+        if layout.num_slots:
+            roots, grads = [*roots, *keys, *values], [*grads, *key_grads, *value_grads]
+        needed = [(root, grad) for root, grad in zip(roots, grads) if root.requires_grad]
+        torch.autograd.backward([root for root, _ in needed], [grad for _, grad in needed])
+        if masks is not None:
+            masks.backward()
+        if weight_grad is not None:
+            weight.grad = weight_grad if weight.grad is None else weight.grad.add_(weight_grad)
+    return sums.result()
+
+
+def _document_bounds(document_ids: Tensor) -> list[tuple[int, int]]:
+    """Range of pair slots of each document, in order."""
+    _, counts = torch.unique_consecutive(document_ids, return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    return list(zip([0, *ends[:-1]], ends))
+
+
+def _base_pass(
+    drafter: Drafter,
+    pair_ids: Tensor,
+    aux_states: Tensor,
+    rope_pos: Tensor,
+    bounds: list[tuple[int, int]],
+    heads: Heads,
+    checkpoint: bool,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """All pair slots: (states [num_pairs, hidden_size], each layer's rotated keys, and values)."""
+    cos, sin = drafter.rotary(rope_pos, aux_states.dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [heads(q[a:b], k[a:b], v[a:b], None) for a, b in bounds]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return drafter.base_pass(*drafter.embed_pairs(pair_ids, aux_states), cos, sin, attend, checkpoint)
+
+
+def _rollout(
+    drafter: Drafter,
+    masks: _Masks,
+    batch: Batch,
+    keys: list[Tensor],
+    values: list[Tensor],
+    bounds: list[tuple[int, int]],
+    anchor: Tensor,
+    depth: Tensor,
+    heads: Heads,
+    with_grad: bool,
+) -> tuple[Tensor, list[tuple[int, int, Tensor, Tensor]]]:
+    """One block's mask slots: their states, and the leaves that collect gradients of the keys and values they saw."""
+    first_anchor, last = int(anchor[0]), int(anchor[-1]) + 1
+    first = next(a for a, b in bounds if a <= first_anchor < b)
+    mask = rollout_mask(anchor, depth, first, last, batch.document_ids)
+    leaves = []
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        base_k = keys[index][first:last].detach().requires_grad_(with_grad)
+        base_v = values[index][first:last].detach().requires_grad_(with_grad)
+        leaves.append((first, last, base_k, base_v))
+        return heads(q, torch.cat([base_k, k]), torch.cat([base_v, v]), mask)
+
+    rope_pos = batch.rope_pos[anchor] + depth
+    return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend)), leaves
+
+
+class _Masks:
+    """Layer 0 of the mask slots, computed once; blocks add their gradients to detached copies."""
+
+    def __init__(self, drafter: Drafter, with_grad: bool) -> None:
+        embeds, hidden = drafter.embed_masks(1)
+        made = drafter.enter(embeds, hidden)
+        self._roots = [made.q, made.k, made.v, made.residual]
+        self._leaves = [root.detach().requires_grad_(with_grad and root.requires_grad) for root in self._roots]
+        self.entered = Entered(*self._leaves)
+
+    def backward(self) -> None:
+        """Send what the blocks collected on to `mask_hidden`, `fc`, layer 0 and the mask token's embedding."""
+        pairs = [(root, leaf.grad) for root, leaf in zip(self._roots, self._leaves) if leaf.grad is not None]
+        if pairs:
+            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+
+
+def _blocks(is_supervised: Tensor, layout: CodLayout, block_slots: int) -> list[_Block]:
+    """Cut the anchors into blocks of about `block_slots` rows; an anchor's chain is never cut."""
+    num_pairs = is_supervised.numel()
+    per_anchor = torch.bincount(layout.anchor_pos, minlength=num_pairs)
+    slots_before = [0, *per_anchor.cumsum(0).tolist()]
+    rows_before = [0, *(per_anchor + is_supervised.to(torch.int64)).cumsum(0).tolist()]
+    blocks, first = [], 0
+    for anchor in range(num_pairs):
+        if rows_before[anchor + 1] - rows_before[first] > block_slots and anchor > first:
+            blocks.append(_Block(first, anchor, slots_before[first], slots_before[anchor]))
+            first = anchor
+    blocks.append(_Block(first, num_pairs, slots_before[first], slots_before[num_pairs]))
+    return [b for b in blocks if rows_before[b.last_anchor] > rows_before[b.first_anchor]]
+
+
+class _Sums:
+    """Adds up a step's rows by depth."""
+
+    def __init__(self, num_depths: int, device: torch.device) -> None:
+        self.loss = torch.zeros(num_depths, dtype=torch.float64, device=device)
+        self.correct, self.total, self.prefix = (
+            torch.zeros(num_depths, dtype=torch.int64, device=device) for _ in range(3)
+        )
+
+    def add(self, loss: Tensor, is_correct: Tensor, anchor: Tensor, depth: Tensor) -> None:
+        """Rows in any order; all rows of an anchor come in one call."""
+        self.loss.index_add_(0, depth, loss.to(torch.float64))
+        self.correct.index_add_(0, depth, is_correct.to(torch.int64))
+        self.total.index_add_(0, depth, torch.ones_like(depth))
+        if not depth.numel():
+            return
+        base = int(anchor.min())
+        table = torch.zeros(int(anchor.max()) - base + 1, self.total.numel(), dtype=torch.int64, device=depth.device)
+        table[anchor - base, depth] = is_correct.to(torch.int64)
+        self.prefix += table.cumprod(1).sum(0)
+
+    def result(self) -> StepResult:
+        return StepResult(self.loss, self.correct, self.total, self.prefix)
