@@ -1,0 +1,24 @@
+"""Conversations to token rows.
+
+In: data files, folders and hub sets in any common layout, and the verifier's tokenizer. Out: `TokenRow`s: token ids and
+which of them the assistant wrote. Always: ids are what a chat server would send; every row that was read is kept or
+listed with its reason; order and content do not depend on the number of workers.
+"""
+
+from peagle.data.conversation import Conversation, ReadyRow, Rejected, TextRow, UnusableRow
+from peagle.data.rows import TokenRow
+from peagle.data.sources import read_conversations, read_rows
+from peagle.data.template import ChatTemplate, render_prompt
+
+__all__ = [
+    "ChatTemplate",
+    "Conversation",
+    "ReadyRow",
+    "Rejected",
+    "TextRow",
+    "TokenRow",
+    "UnusableRow",
+    "read_conversations",
+    "read_rows",
+    "render_prompt",
+]
