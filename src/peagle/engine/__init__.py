@@ -1,0 +1,11 @@
+"""Lossless speculative decoding with a Transformers verifier.
+
+In: a model, a drafter (or none), prompts. Out: answers with a record of every verifier pass. Always: greedy ids are the
+verifier's own, sampled ones have its distribution; counts are made before an end or a limit cuts them.
+"""
+
+from peagle.engine.acceptance import accept
+from peagle.engine.engine import Answer, Engine, Pass, Request
+from peagle.engine.sampling import Sampling, probabilities
+
+__all__ = ["Answer", "Engine", "Pass", "Request", "Sampling", "accept", "probabilities"]

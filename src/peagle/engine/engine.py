@@ -1,0 +1,316 @@
+"""Lossless speculative decoding, and plain decoding as its honest baseline: rows are admitted, stepped and released."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from peagle.drafter import Drafter
+from peagle.engine.acceptance import accept, pick
+from peagle.engine.drafting import Drafting
+from peagle.engine.sampling import Sampling, probabilities
+from peagle.engine.verifier_pass import VerifierPass
+from peagle.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt."""
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One verifier pass over a draft."""
+
+    num_known: int
+    """Tokens known before it: the prompt and what was generated so far."""
+    draft_ids: tuple[int, ...]
+    num_accepted: int
+    """Accepted by the verifier, before an end-of-sequence token or the limit cut them."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a prompt got."""
+
+    ids: list[int]
+    """Generated tokens; an end-of-sequence token is included."""
+    finish_reason: str
+    """"stop" (an end-of-sequence token) or "length"."""
+    passes: list[Pass]
+    """Passes with a draft, in order; the prefill is none."""
+
+
+@dataclass
+class _Row:
+    index: int
+    request: Request
+    generator: torch.Generator
+    ids: list[int] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    finish_reason: str = ""
+
+    @property
+    def num_known(self) -> int:
+        return len(self.request.prompt_ids) + len(self.ids)
+
+
+class Engine:
+    """Decodes prompts with a verifier and, if there is one, a drafter.
+
+    Greedy answers are the verifier's own, sampled ones have its distribution, whatever the drafter proposes. Batches
+    are continuous: a finished row's place goes to the next prompt at once, and rows advance each at its own pace.
+
+    Args:
+        model: a causal language model of Transformers (sdpa or eager attention).
+        drafter: trained for it; None decodes plainly, a token per pass.
+        num_speculative_tokens: K, drafted per pass; 0 without a drafter.
+        eos_token_ids: tokens that end an answer.
+        sampling: greedy or sampled.
+        batch_size: rows decoded side by side.
+
+    Raises:
+        ConfigError: drafter, verifier and K do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter | None,
+        num_speculative_tokens: int,
+        eos_token_ids: Sequence[int],
+        sampling: Sampling,
+        batch_size: int,
+    ) -> None:
+        if (drafter is None) != (num_speculative_tokens == 0):
+            raise ConfigError("--num-speculative-tokens must be at least 1 with a drafter, and 0 without one")
+        self.model, self.drafter, self.depth = model.eval(), drafter, num_speculative_tokens
+        self.sampling, self.batch_size = sampling, batch_size
+        self.eos = frozenset(eos_token_ids)
+        config = model.config.get_text_config()
+        self._device = next(model.parameters()).device
+        if drafter is not None:
+            if drafter.config.vocab_size != config.vocab_size or drafter.config.hidden_size != config.hidden_size:
+                raise ConfigError(
+                    f"the drafter is made for a verifier of vocabulary {drafter.config.vocab_size} and width "
+                    f"{drafter.config.hidden_size}, this one has {config.vocab_size} and {config.hidden_size}"
+                )
+            if drafter.config.aux_layer_ids[-1] > config.num_hidden_layers:
+                raise ConfigError(
+                    f"the drafter reads layer {drafter.config.aux_layer_ids[-1]}, "
+                    f"the verifier has {config.num_hidden_layers} layers"
+                )
+            drafter.eval()
+        self._vocab_size = config.vocab_size
+
+    def generate(
+        self, requests: Sequence[Request], on_answer: Callable[[int, Answer], None] | None = None
+    ) -> list[Answer]:
+        """Decode all prompts.
+
+        Args:
+            requests: prompts of at least one token, limits of at least one.
+            on_answer: told each answer as it is finished, with the request's index.
+
+        Returns:
+            Answers in the order of the requests.
+        """
+        if not requests:
+            return []
+        with torch.inference_mode():
+            return _Run(self, requests, on_answer).answers()
+
+
+class _Run:
+    """One call of `generate`: the caches, and the rows in them. Rows 0 .. len(rows) - 1 of the caches are in use."""
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], on_answer: Callable[[int, Answer], None] | None
+    ) -> None:
+        self.engine, self.on_answer = engine, on_answer
+        self.depth, self.sampling, self.device = engine.depth, engine.sampling, engine._device
+        num_rows = min(engine.batch_size, len(requests))
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        # A last draft may run past the limit; mask slots of a ragged batch as far again.
+        capacity = longest + 2 * self.depth + 2
+        drafter = engine.drafter
+        aux_layer_ids = None if drafter is None else drafter.config.aux_layer_ids
+        self.verifier = VerifierPass(engine.model, aux_layer_ids, num_rows, capacity, self.depth + 1)
+        self.drafting = (
+            None
+            if drafter is None
+            else Drafting(drafter, self.depth, self.sampling, engine._vocab_size, num_rows, capacity)
+        )
+        self.num_rows = num_rows
+        self.waiting = deque(enumerate(requests))
+        self.rows: list[_Row] = []
+        self.done: list[Answer | None] = [None] * len(requests)
+        self.pending = torch.empty(0, self.depth + 1, dtype=torch.int64, device=self.device)
+        self.probs: Tensor | None = None
+
+    def answers(self) -> list[Answer]:
+        with self.verifier.capturing():
+            while self.waiting or self.rows:
+                while self.waiting and len(self.rows) < self.num_rows:
+                    self._admit(*self.waiting.popleft())
+                if self.rows:
+                    self._step()
+        return [answer for answer in self.done if answer is not None]
+
+    def _admit(self, index: int, request: Request) -> None:
+        """Prefill one prompt in the first free row and draft for it; alone, so that nothing is padded."""
+        row = _Row(index, request, torch.Generator().manual_seed(_row_seed(self.sampling.seed, index)))
+        place, count = len(self.rows), len(request.prompt_ids)
+        ids = torch.tensor([list(request.prompt_ids)], device=self.device)
+        logits, aux = self.verifier.run(ids, self.verifier.ruler.span(place, [0], count), 1)
+        if self.sampling.is_greedy:
+            first = logits.argmax(-1)
+        else:
+            probs = probabilities(logits, self.sampling.temperature, self.sampling.top_p)
+            first = pick(probs, torch.rand(1, 1, generator=row.generator).to(self.device))
+        if self._extend(row, first[0].tolist()):
+            self._finish(row)
+            return
+        self.rows.append(row)
+        if self.drafting is None or aux is None:
+            pending, probs_of_draft = first, None
+        else:
+            draft = self.drafting.propose(
+                place, torch.cat([ids[:, 1:], first], 1), aux, [0], [count], self._uniforms([row], self.depth)
+            )
+            pending, probs_of_draft = torch.cat([first, draft.ids], 1), draft.probs
+        self.pending = pending if place == 0 else torch.cat([self.pending, pending])
+        if probs_of_draft is not None:
+            self.probs = probs_of_draft if place == 0 or self.probs is None else torch.cat([self.probs, probs_of_draft])
+
+    def _step(self) -> None:
+        """Verify every row's draft in one pass, keep what is accepted, draft again for the rows that go on."""
+        rows, depth = self.rows, self.depth
+        starts = [row.num_known - 1 for row in rows]
+        logits, aux = self.verifier.run(self.pending, self.verifier.ruler.span(0, starts, depth + 1), depth + 1)
+        chosen, chosen_ids, drafted, accepted = self._judge(logits)
+        going = []
+        for place, row in enumerate(rows):
+            if depth:
+                row.passes.append(Pass(row.num_known, tuple(drafted[place]), accepted[place]))
+            if self._extend(row, chosen_ids[place][: accepted[place] + 1]):
+                self._finish(row)
+            else:
+                going.append(place)
+        if len(going) < len(rows):
+            order = self._compact(going, starts)
+            if not order:
+                return
+            at = torch.tensor(order, device=self.device)
+            chosen, aux = chosen[at], None if aux is None else aux[at]
+            starts, accepted = [starts[place] for place in order], [accepted[place] for place in order]
+        counts = [count + 1 for count in accepted]
+        longest = max(counts)
+        if min(counts) == longest:
+            last = chosen[:, longest - 1 : longest]
+        else:
+            last = chosen.gather(1, torch.tensor(accepted, device=self.device)[:, None])
+        if self.drafting is None or aux is None:
+            self.pending = last
+            return
+        uniforms = self._uniforms(self.rows, depth)
+        draft = self.drafting.propose(0, chosen[:, :longest], aux[:, :longest], starts, counts, uniforms)
+        self.pending, self.probs = torch.cat([last, draft.ids], 1), draft.probs
+
+    def _judge(self, logits: Tensor) -> tuple[Tensor, list[list[int]], list[list[int]], list[int]]:
+        """Apply the acceptance rule; one transfer to the host.
+
+        Returns:
+            (tokens that may leave [num_rows, K + 1], the same as lists, drafted ids, accepted per row): of a row's
+            tokens the accepted ones and the one after them do leave.
+        """
+        depth = self.depth
+        if self.sampling.is_greedy:
+            chosen = logits.argmax(-1)
+            host = torch.cat([self.pending, chosen], 1).tolist()
+            drafted = [line[1 : depth + 1] for line in host]
+            chosen_ids = [line[depth + 1 :] for line in host]
+            return chosen, chosen_ids, drafted, [_agreeing(d, c) for d, c in zip(drafted, chosen_ids)]
+        probs = probabilities(logits, self.sampling.temperature, self.sampling.top_p)
+        uniforms = self._uniforms(self.rows, depth + 1)
+        assert uniforms is not None
+        if self.probs is None:
+            chosen = pick(probs, uniforms)
+            return chosen, chosen.tolist(), [[] for _ in self.rows], [0] * len(self.rows)
+        num_accepted, following = accept(self.pending[:, 1:], self.probs, probs, uniforms)
+        chosen = torch.cat([self.pending[:, 1:], following[:, None]], 1)
+        chosen.scatter_(1, num_accepted[:, None], following[:, None])
+        host = torch.cat([self.pending, chosen, num_accepted[:, None]], 1).tolist()
+        return (
+            chosen,
+            [line[depth + 1 : -1] for line in host],
+            [line[1 : depth + 1] for line in host],
+            [line[-1] for line in host],
+        )
+
+    def _extend(self, row: _Row, ids: list[int]) -> bool:
+        """Append tokens up to an end-of-sequence token or the limit; True if the answer is finished."""
+        eos, limit = self.engine.eos, row.request.max_new_tokens
+        for token in ids:
+            row.ids.append(token)
+            if token in eos:
+                row.finish_reason = "stop"
+                return True
+            if len(row.ids) >= limit:
+                row.finish_reason = "length"
+                return True
+        return False
+
+    def _finish(self, row: _Row) -> None:
+        answer = Answer(row.ids, row.finish_reason, row.passes)
+        self.done[row.index] = answer
+        if self.on_answer is not None:
+            self.on_answer(row.index, answer)
+
+    def _compact(self, going: list[int], starts: list[int]) -> list[int]:
+        """Close the gaps: rows from the end move into freed places. Returns, for each place in use, the row it had."""
+        order = list(range(len(self.rows)))
+        kept = set(going)
+        for place in range(len(going)):
+            if place not in kept:
+                source = max(kept)
+                kept.remove(source)
+                # Verified positions 0 .. start + accepted, the last round's pass included, are all that matters.
+                length = starts[source] + self.depth + 1
+                self.verifier.cache.kept.move(source, place, length)
+                if self.drafting is not None:
+                    self.drafting.move(source, place, starts[source])
+                order[place] = source
+        order = order[: len(going)]
+        self.rows = [self.rows[place] for place in order]
+        return order
+
+    def _uniforms(self, rows: list[_Row], count: int) -> Tensor | None:
+        """`count` draws per row, each from its row's own stream; None in greedy decoding."""
+        if self.sampling.is_greedy:
+            return None
+        draws = [torch.rand(count, generator=row.generator) for row in rows]
+        return torch.stack(draws).to(self.device)
+
+
+def _agreeing(drafted: list[int], chosen: list[int]) -> int:
+    """Length of the common prefix."""
+    count = 0
+    for one, other in zip(drafted, chosen):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _row_seed(seed: int, index: int) -> int:
+    """A seed per row: neighbouring seeds and rows do not share a stream."""
+    return (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + 1) % (1 << 63)
