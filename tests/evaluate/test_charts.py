@@ -45,5 +45,5 @@ def test_a_bar_chart_marks_the_best_bar_only():
 
 
 def test_a_single_point_and_a_single_value_are_drawn_without_dividing_by_zero():
-    svg = line_chart("t", [Series("a", ((4, 2.0),), 0)], Axis("x", plain, is_log=True), Axis("y", plain))
+    svg = line_chart("t", [Series("a", ((4, 2.0),), 0)], Axis("x", plain, (4.0,), is_log=True), Axis("y", plain))
     assert "circle" in svg

@@ -66,7 +66,7 @@ def add_command(
     parameters.sort(key=lambda parameter: parameter.kind)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = inspect.getdoc(run)
+    command.__doc__ = _unwrapped(inspect.getdoc(run) or "")
     app.command(name, rich_help_panel=panel)(command)
 
 
@@ -75,9 +75,9 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     annotation = _plain(field.annotation)
     help_text = " ".join((field.description or "").split())
     if not field.is_required() and field.default not in (None, ()) and annotation is not bool:
-        help_text += f" [default: {field.default}]"
+        help_text += f" (default: {_shown(field.default)})"
     elif annotation is bool:
-        help_text += f" [default: {'on' if field.default else 'off'}]"
+        help_text += f" (default: {'on' if field.default else 'off'})"
     if extra.get("positional"):
         kind = annotation if typing.get_origin(annotation) is list else annotation | None
         argument = typer.Argument(help=help_text, show_default=False)
@@ -105,6 +105,17 @@ def _plain(annotation: Any) -> Any:
     if origin is Literal or annotation in (int, float, str, bool, Path):
         return annotation
     raise TypeError(f"no flag for type {annotation}")
+
+
+def _shown(default: Any) -> str:
+    """A default as it would be typed."""
+    return " ".join(map(str, default)) if isinstance(default, (tuple, list)) else str(default)
+
+
+def _unwrapped(text: str) -> str:
+    """Paragraphs as one line each, for the terminal to wrap; indented ones (examples) stay as they are."""
+    parts = text.split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
 
 
 def _split(values: list[str]) -> list[str]:

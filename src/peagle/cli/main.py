@@ -6,13 +6,16 @@ import importlib
 import logging
 import sys
 
-import click
 import typer
 
 import peagle
 from peagle.cli.flags import add_command, many_valued, split_extra, spread
 from peagle.errors import DiskError, PeagleError
 from peagle.files import is_disk_full
+
+# Typer may bring its own copy of click (seen in 0.29), whose exceptions are other classes than click's.
+_Abort, _Exit = typer.Abort, typer.Exit
+_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 # subcommand -> (module with `CONFIG` and `run`, help panel). A module is imported only when its command is asked for,
 # or when all are listed: `peagle --help` must not take the seconds that torch takes.
@@ -78,15 +81,15 @@ def main(arguments: list[str] | None = None) -> int:
         return int(status or 0)
     except PeagleError as error:
         return _fail(str(error))
-    except click.exceptions.Exit as error:
+    except _Exit as error:
         return int(error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        return 2
-    except click.exceptions.ClickException as error:
+    except _ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+            return 2
         hint = f" (see `peagle {asked} --help`)" if asked in COMMANDS else " (see `peagle --help`)"
         return _fail(error.format_message() + hint)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, _Abort):
         print("peagle: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
     except OSError as error:

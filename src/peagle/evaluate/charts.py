@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG text. Colours come from the page, so light, dark and print work; no library, no network."""
+"""Line and bar charts as SVG text. The page gives the colours, so light, dark and print all work."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Axis:
     floor: float | None = None
     """Lowest value shown; None fits the data."""
     is_log: bool = False
-    """Base-2 spacing, for counts that double."""
+    """Base-2 spacing, for counts that double; needs `ticks`."""
 
 
 def percent(value: float) -> str:

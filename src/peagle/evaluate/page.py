@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, select_autoescape
 from peagle.evaluate.charts import NUM_COLOURS
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
+MISSING = "-"
 
 
 @dataclass(frozen=True)
@@ -128,3 +129,18 @@ def markdown_table(grid: Grid) -> list[str]:
     align = "|".join("---" if i == 0 or grid.is_facts else "---:" for i in range(len(head)))
     caption = [f"*{grid.caption}*", ""] if grid.caption else []
     return [*caption, line(head), f"|{align}|", *(line(row.cells) for row in grid.rows)]
+
+
+def number(value: float | None, digits: int, missing: str = MISSING) -> str:
+    """A figure as a cell shows it: 12,345.7; `missing` where there is none."""
+    return missing if value is None else f"{value:,.{digits}f}"
+
+
+def in_percent(value: float | None) -> str:
+    """A share of 0..1 in %, without the sign."""
+    return MISSING if value is None else f"{100 * value:.1f}"
+
+
+def ratio(value: float | None) -> str:
+    """A speed-up: 1.52x."""
+    return MISSING if value is None else f"{value:.2f}x"

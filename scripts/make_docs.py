@@ -1,0 +1,149 @@
+"""Write the generated part of the documentation: figures, and one page of flags per command, from the configs.
+
+python scripts/make_docs.py            # write docs/config/*.md and docs/figures/*.svg
+python scripts/make_docs.py --check    # exit 1 if docs/config is not what the configs say
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import subprocess
+import sys
+import types
+import typing
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from peagle.cli.main import COMMANDS
+from peagle.config import StageConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG_DOCS = ROOT / "docs" / "config"
+
+
+def values(annotation: object) -> str:
+    """What a field takes, as readers say it: `one of a, b`, `integer`, `several paths`."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(annotation) if member is not type(None)]
+        return " or ".join(dict.fromkeys(values(member) for member in members))
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if origin in (tuple, list):
+        inner = values(typing.get_args(annotation)[0])
+        return f"several: {inner}"
+    names = {int: "integer", float: "number", bool: "yes or no", str: "text", Path: "path"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))  # type: ignore[call-overload]
+
+
+def default(field: FieldInfo) -> str:
+    """A field's default as it would be typed."""
+    if field.is_required():
+        return "needed"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value == () or value == []:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (tuple, list)):
+        return f"`{' '.join(map(str, value))}`"
+    return f"`{value}`"
+
+
+def flag(key: str, field: FieldInfo) -> str:
+    """How a field is written on the command line."""
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    if extra.get("positional"):
+        return f"`{key.upper()}`"
+    if key == "extra_args":
+        return "`-- ...`"
+    name = key.replace("_", "-")
+    return f"`--{name}` / `--no-{name}`" if field.annotation is bool else f"`--{name}`"
+
+
+def page(command: str, config_type: type[StageConfig], text: str) -> str:
+    """The Markdown page of one command."""
+    groups: dict[str, list[str]] = {}
+    for key, field in config_type.model_fields.items():
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        panel = "Arguments" if extra.get("positional") else str(extra.get("panel", "Options"))
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        cells = (flag(key, field), values(field.annotation).replace("|", "\\|"), default(field), meaning)
+        groups.setdefault(panel, []).append("| " + " | ".join(cells) + " |")
+    out = [f"# peagle {command}", "", text, ""]
+    out += [
+        "<!-- Made by scripts/make_docs.py from the config of this command; edit the field's docstring there. -->",
+        "",
+    ]
+    order = sorted(groups, key=lambda name: (name != "Arguments", list(groups).index(name)))
+    for name in order:
+        out += [f"## {name}", "", "| flag | takes | default | meaning |", "|---|---|---|---|", *groups[name], ""]
+    out += [
+        "Every command also takes `--config FILE` (YAML with these settings, a dash written as `_`; flags win over it), `--quiet`",
+        "(warnings and errors only) and `--verbose`.",
+        "",
+    ]
+    return "\n".join(out)
+
+
+def index() -> str:
+    """The page that lists the commands."""
+    out = ["# Commands and their flags", "", "Made from the configs: `peagle COMMAND --help` says the same.", ""]
+    panels: dict[str, list[str]] = {}
+    for command, (module_name, panel) in COMMANDS.items():
+        run = importlib.import_module(module_name).run
+        first = (inspect.getdoc(run) or "").split("\n\n")[0].replace("\n", " ")
+        panels.setdefault(panel, []).append(f"| [`peagle {command}`]({command}.md) | {first} |")
+    for panel, lines in panels.items():
+        out += [f"## {panel}", "", "| command | does |", "|---|---|", *lines, ""]
+    out += [
+        "## Exit status",
+        "",
+        "| status | means |",
+        "|---|---|",
+        "| 0 | done |",
+        "| 1 | a measurement failed its bar (a checkpoint that `check` refuses, answers that are not identical), or a bug |",
+        "| 2 | something you can mend; one line says what and how |",
+        "| 130 | interrupted; the same command goes on where it stopped |",
+        "",
+    ]
+    return "\n".join(out)
+
+
+def pages() -> dict[str, str]:
+    """File name -> text of every generated page."""
+    found = {"index.md": index()}
+    for command, (module_name, _) in COMMANDS.items():
+        module = importlib.import_module(module_name)
+        found[f"{command}.md"] = page(command, module.CONFIG, inspect.getdoc(module.run) or "")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    wanted = pages()
+    if args.check:
+        there = {path.name: path.read_text(encoding="utf-8") for path in CONFIG_DOCS.glob("*.md")}
+        stale = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
+        print(f"docs/config: {', '.join(stale) or 'nothing'} to be made anew")
+        return 1 if stale else 0
+    CONFIG_DOCS.mkdir(parents=True, exist_ok=True)
+    for path in CONFIG_DOCS.glob("*.md"):
+        if path.name not in wanted:
+            path.unlink()
+    for name, text in wanted.items():
+        (CONFIG_DOCS / name).write_text(text, encoding="utf-8")
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "make_figures.py"), str(ROOT / "docs" / "figures")], check=True
+    )
+    print(f"docs/config: {len(wanted)} pages")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

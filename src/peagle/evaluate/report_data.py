@@ -1,0 +1,176 @@
+"""What a report is made from: evaluations, training metrics, configs and manifests found below the given folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import DataError
+
+EVALUATION = "evaluation.json"
+METRICS = "metrics.jsonl"
+_NOT_ENTERED = {"hidden_states", "training_state", "node_modules", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One drafter, as far as it is known: a column of the report."""
+
+    name: str
+    folder: Path
+    evaluation: dict[str, Any]
+    """`evaluation.json`; empty where only training is known."""
+    metrics: tuple[dict[str, Any], ...]
+    """Lines of `metrics.jsonl`, in order; empty where the training is not at hand."""
+    checkpoint: dict[str, Any]
+    """The drafter's `config.json`, or empty."""
+    manifests: tuple[tuple[str, dict[str, Any]], ...]
+    """(stage, `manifest.json`) of the evaluation and of what led to it."""
+
+
+def collect(folders: list[Path]) -> list[Record]:
+    """Find the drafters below `folders`, each once.
+
+    A folder may be a run, a checkpoint, the output of `peagle evaluate`, or an `evaluation.json` itself. An evaluation
+    is joined with the checkpoint that it names, and that with the metrics of its training.
+
+    Raises:
+        DataError: a folder does not exist, holds nothing to report, or a file in it is broken.
+    """
+    records: list[Record] = []
+    seen: set[Path] = set()
+    for folder in folders:
+        if not folder.exists():
+            raise DataError(f"{folder}: no such folder")
+        found = [folder] if folder.is_file() else sorted(_files(folder, EVALUATION))
+        named = [(path, _name(folder, path, len(found))) for path in found]
+        fresh = [(path, name) for path, name in named if path.resolve() not in seen]
+        seen |= {path.resolve() for path, _ in fresh}
+        records += [_of_evaluation(path, name, folder) for path, name in fresh]
+        if not found:
+            trainings = sorted(_files(folder, METRICS))
+            if not trainings:
+                hint = f"`peagle evaluate --output {folder}` makes the first"
+                raise DataError(f"{folder}: neither {EVALUATION} nor {METRICS} in it or below; {hint}")
+            records += [_of_training(path, _name(folder, path, len(trainings)), folder) for path in trainings]
+    return _with_distinct_names(records)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if the file is not there.
+
+    Raises:
+        DataError: the file is there and is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected an object, found a {type(value).__name__}")
+    return value
+
+
+def read_metrics(path: Path) -> tuple[dict[str, Any], ...]:
+    """The lines of a metrics file; a last line cut short by a kill is left out.
+
+    Raises:
+        DataError: a line before the last is not a JSON object.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}: line {number} is not JSON") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}: line {number}: expected an object, found a {type(row).__name__}")
+        rows.append(row)
+    return tuple(rows)
+
+
+def _files(folder: Path, name: str) -> Iterator[Path]:
+    """Files called `name` in `folder` and below; folders full of states are not entered."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in _NOT_ENTERED and not f.startswith("."))
+        if name in files:
+            yield Path(parent) / name
+
+
+def _name(root: Path, path: Path, count: int) -> str:
+    """A record's name: its folder below the root if there are several, else the root's own name."""
+    if root.is_file():
+        return root.parent.resolve().name
+    below = path.parent.relative_to(root).as_posix()
+    return root.resolve().name if count == 1 or below == "." else below
+
+
+def _of_evaluation(path: Path, name: str, root: Path) -> Record:
+    evaluation = read_json(path)
+    if not isinstance(evaluation.get("pooled"), dict) or not isinstance(evaluation.get("datasets"), dict):
+        raise DataError(f"{path}: no `pooled` and `datasets` in it; is it an evaluation by peagle?")
+    checkpoint = _checkpoint_folder(evaluation, path.parent, root)
+    metrics_path = _metrics_of(checkpoint, root)
+    manifests = _manifests([path.parent, checkpoint, checkpoint.parent if checkpoint else None])
+    return Record(
+        name,
+        path.parent,
+        evaluation,
+        read_metrics(metrics_path) if metrics_path else (),
+        read_json(checkpoint / "config.json") if checkpoint else {},
+        manifests,
+    )
+
+
+def _of_training(path: Path, name: str, root: Path) -> Record:
+    best = path.parent / "checkpoint_best"
+    config = read_json(best / "config.json")
+    return Record(name, path.parent, {}, read_metrics(path), config, _manifests([path.parent, root]))
+
+
+def _checkpoint_folder(evaluation: dict[str, Any], beside: Path, root: Path) -> Path | None:
+    """The folder of the checkpoint that was measured, if it is on this disk."""
+    named = evaluation.get("checkpoint")
+    places = [Path(named), beside / named, root / named] if isinstance(named, str) else []
+    places.append(beside)
+    return next((place for place in places if "speculators_config" in read_json(place / "config.json")), None)
+
+
+def _metrics_of(checkpoint: Path | None, root: Path) -> Path | None:
+    """The metrics of the training that wrote a checkpoint: beside it, else the only ones below the root."""
+    for folder in (checkpoint, checkpoint.parent) if checkpoint else ():
+        if (folder / METRICS).is_file():
+            return folder / METRICS
+    found = list(_files(root, METRICS)) if root.is_dir() else []
+    return found[0] if len(found) == 1 else None
+
+
+def _manifests(folders: list[Path | None]) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The manifests in these folders, each stage once."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in folders:
+        manifest = read_json(folder / "manifest.json") if folder else {}
+        if manifest:
+            found.setdefault(str(manifest.get("stage", folder)), manifest)
+    return tuple(found.items())
+
+
+def _with_distinct_names(records: list[Record]) -> list[Record]:
+    """Give records of equal names a number."""
+    counts: dict[str, int] = {}
+    out = []
+    for record in records:
+        counts[record.name] = counts.get(record.name, 0) + 1
+        number = counts[record.name]
+        name = record.name if number == 1 else f"{record.name} ({number})"
+        out.append(Record(name, record.folder, record.evaluation, record.metrics, record.checkpoint, record.manifests))
+    return out
