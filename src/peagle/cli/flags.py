@@ -1,4 +1,4 @@
-"""Flags made from a stage's config: `num_depths: int` becomes `--num-depths`, its docstring the help, its default shown."""
+"""Flags made from a stage's config: `num_depths: int` becomes `--num-depths`, its docstring and its default the help."""
 
 from __future__ import annotations
 
@@ -74,14 +74,16 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     annotation = _plain(field.annotation)
     help_text = " ".join((field.description or "").split())
-    if not field.is_required() and field.default not in (None, ()) and annotation is not bool:
-        help_text += f" (default: {_shown(field.default)})"
-    elif annotation is bool:
-        help_text += f" (default: {'on' if field.default else 'off'})"
+    default = None if field.is_required() else field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    if annotation is bool:
+        help_text += f" (default: {'on' if default else 'off'})"
+    elif default not in (None, (), []):
+        help_text += f" (default: {_shown(default)})"
     if extra.get("positional"):
         kind = annotation if typing.get_origin(annotation) is list else annotation | None
         argument = typer.Argument(help=help_text, show_default=False)
-        return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, argument])
+        annotated = Annotated[kind, argument]
+        return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotated)
     flag = "--" + key.replace("_", "-")
     if annotation is bool:
         flag += "/--no-" + key.replace("_", "-")
