@@ -1,4 +1,4 @@
-"""Flags made from a stage's config: `num_depths: int` becomes `--num-depths`, its docstring and its default the help."""
+"""Flags made from a stage's config: `num_depths: int` becomes `--num-depths`, docstring and default its help."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     annotation = _plain(field.annotation)
     help_text = " ".join((field.description or "").split())
-    default = None if field.is_required() else field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
     if annotation is bool:
         help_text += f" (default: {'on' if default else 'off'})"
     elif default not in (None, (), []):
@@ -82,7 +82,7 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     if extra.get("positional"):
         kind = annotation if typing.get_origin(annotation) is list else annotation | None
         argument = typer.Argument(help=help_text, show_default=False)
-        annotated = Annotated[kind, argument]
+        annotated: Any = Annotated[kind, argument]
         return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotated)
     flag = "--" + key.replace("_", "-")
     if annotation is bool:
