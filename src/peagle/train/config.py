@@ -1,0 +1,164 @@
+"""What can be set about training, said once: `FitConfig` for the loop, `TrainConfig` for `peagle train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from peagle.config import StageConfig
+
+_COD: dict[str, JsonValue] = {"panel": "Parallel drafting"}
+_DRAFTER: dict[str, JsonValue] = {"panel": "Drafter"}
+_OPTIMIZER: dict[str, JsonValue] = {"panel": "Optimizer"}
+_SCHEDULE: dict[str, JsonValue] = {"panel": "Schedule"}
+_MACHINE: dict[str, JsonValue] = {"panel": "Machine"}
+_PATHS: dict[str, JsonValue] = {"panel": "Paths"}
+_RUN: dict[str, JsonValue] = {"panel": "Run"}
+
+# Muon's step is scaled to AdamW's size (match_rms_adamw), yet it bears a larger rate: on the embedded verifier 8e-3 for
+# matrices beside 8e-4 for the rest reached in four minutes what AdamW alone reached in thirteen.
+MUON_LR_RATIO = 10.0
+
+
+class FitConfig(StageConfig):
+    """The loop: sampling, batches, loss, optimizer, schedule, machine. Enough to train from Python (`train.fit`)."""
+
+    num_depths: int = Field(4, ge=1, json_schema_extra=_COD)
+    """Depths trained per chain, depth 0 included; also how many tokens the drafter proposes when served."""
+    down_sample_ratio: float = Field(0.7, gt=0, le=1, json_schema_extra=_COD)
+    """COD retention: depth d keeps this share, to the power d, of the anchors."""
+    down_sample_ratio_min: float = Field(0.2, ge=0, le=1, json_schema_extra=_COD)
+    """Smallest share of anchors that any depth keeps."""
+
+    total_seq_len: int = Field(8192, ge=8, json_schema_extra=_RUN)
+    """Tokens in a pack: rows are packed together up to this length. A longer row is refused."""
+    batch_size: int | None = Field(None, ge=1, json_schema_extra=_RUN)
+    """Packs per batch, over all ranks together. Unset: one for each rank."""
+    gradient_accumulation_steps: int = Field(1, ge=1, json_schema_extra=_RUN)
+    """Batches per optimizer step; the last step of an epoch may have fewer."""
+    epochs: int = Field(5, ge=1, json_schema_extra=_RUN)
+    """Passes over the rows."""
+    max_steps: int | None = Field(None, ge=1, json_schema_extra=_RUN)
+    """Stop after this many optimizer steps; the schedule then ends there too."""
+    seed: int = Field(42, ge=0, json_schema_extra=_RUN)
+    """Seed of the drafter's first weights, of the order of rows and of COD sampling."""
+    checkpoint_freq: float = Field(1.0, gt=0, json_schema_extra=_RUN)
+    """Validate, and save, every so many epochs; below 1 several times an epoch (0.5: twice)."""
+
+    loss_fn: Literal["kl_div", "ce", "tv"] = Field("kl_div", json_schema_extra=_OPTIMIZER)
+    """Loss against the verifier: KL divergence, cross-entropy with its choice, or total variation."""
+    depth_loss_decay: float = Field(1.0, gt=0, le=1, json_schema_extra=_OPTIMIZER)
+    """A slot of depth d weighs this to the power d in the loss."""
+    optimizer: Literal["adamw", "muon"] = Field("muon", json_schema_extra=_OPTIMIZER)
+    """muon steps the matrices of the layers with Muon and the rest with AdamW."""
+    lr: float = Field(8e-4, gt=0, json_schema_extra=_OPTIMIZER)
+    """Peak learning rate of what AdamW steps."""
+    muon_lr: float | None = Field(None, gt=0, json_schema_extra=_OPTIMIZER)
+    """Peak learning rate of what Muon steps. Unset: ten times --lr."""
+    embedding_lr: float | None = Field(None, gt=0, json_schema_extra=_OPTIMIZER)
+    """Peak learning rate of the embedding (and of the head if it is trained). Unset: --lr."""
+    weight_decay: float = Field(0.01, ge=0, json_schema_extra=_OPTIMIZER)
+    """Decoupled decay of matrices; norms, `mask_hidden` and the embedding have none."""
+    muon_weight_decay: float = Field(0.1, ge=0, json_schema_extra=_OPTIMIZER)
+    """Decoupled decay of the matrices that Muon steps."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1, json_schema_extra=_OPTIMIZER)
+    """Momentum of Muon."""
+    adam_beta2: float = Field(0.95, gt=0, lt=1, json_schema_extra=_OPTIMIZER)
+    """Second-moment decay of AdamW; runs of a few thousand steps want less than its usual 0.999."""
+    max_grad_norm: float = Field(1.0, ge=0, json_schema_extra=_OPTIMIZER)
+    """Clip the norm of all gradients together to this; 0 does not clip."""
+    train_embeddings: Literal["all", "mask-token", "none"] = Field("all", json_schema_extra=_OPTIMIZER)
+    """Train the whole embedding, the mask token's row, or nothing of it."""
+    train_lm_head: bool = Field(False, json_schema_extra=_OPTIMIZER)
+    """Train the head as well, instead of keeping the verifier's."""
+
+    scheduler_type: Literal["linear", "cosine", "none"] = Field("cosine", json_schema_extra=_SCHEDULE)
+    """How the learning rate falls after warm-up, to zero at the end."""
+    scheduler_warmup_ratio: float = Field(0.01, ge=0, le=1, json_schema_extra=_SCHEDULE)
+    """Share of the optimizer steps in which the learning rate rises."""
+    scheduler_warmup_steps: int | None = Field(None, ge=0, json_schema_extra=_SCHEDULE)
+    """Optimizer steps of warm-up; wins over the ratio."""
+    scheduler_total_steps: int | None = Field(None, ge=1, json_schema_extra=_SCHEDULE)
+    """Optimizer steps of the whole schedule. Unset: as many as the run has."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=_MACHINE)
+    """Where to train; auto takes a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", json_schema_extra=_MACHINE)
+    """Type to compute in; auto: bfloat16 on a GPU, float32 on a CPU. Masters are float32 (float64 with float64)."""
+    attention: Literal["auto", "reference", "sdpa", "flex"] = Field("auto", json_schema_extra=_MACHINE)
+    """Attention: the dense definition, blocks of sdpa, or a flex kernel; auto: flex on a GPU, sdpa on a CPU."""
+    memory_budget: float | None = Field(None, gt=0, json_schema_extra=_MACHINE)
+    """GB for the activations of one step; blocks are cut to fit. Unset: chosen from what is free."""
+    activation_checkpointing: bool = Field(False, json_schema_extra=_MACHINE)
+    """Keep one state per layer and token of the base pass and recompute the rest: for very long contexts."""
+    fsdp_shard: bool = Field(False, json_schema_extra=_MACHINE)
+    """Shard masters, gradients and optimizer state over the ranks (FSDP2) instead of replicating them."""
+
+    @property
+    def matrix_lr(self) -> float:
+        """Peak learning rate of the layers' matrices."""
+        if self.optimizer == "adamw":
+            return self.lr
+        return MUON_LR_RATIO * self.lr if self.muon_lr is None else self.muon_lr
+
+    @model_validator(mode="after")
+    def _fits(self) -> FitConfig:
+        if self.down_sample_ratio_min > self.down_sample_ratio:
+            raise ValueError(
+                f"--down-sample-ratio-min {self.down_sample_ratio_min} exceeds "
+                f"--down-sample-ratio {self.down_sample_ratio}"
+            )
+        if self.checkpoint_freq > 1 and not self.checkpoint_freq.is_integer():
+            raise ValueError(f"--checkpoint-freq {self.checkpoint_freq}: above 1 it counts whole epochs")
+        return self
+
+
+class TrainConfig(FitConfig):
+    """`peagle train`: where things are, the drafter's shape, what to keep, and everything of `FitConfig`."""
+
+    verifier_name_or_path: str = Field(json_schema_extra=_PATHS)
+    """The verifier: hub id or folder. Its embedding, head and final norm start the drafter."""
+    data_path: Path = Field(json_schema_extra=_PATHS)
+    """Prepared rows (`peagle prepare`)."""
+    hidden_states_path: Path | None = Field(None, json_schema_extra=_PATHS)
+    """Their hidden states (`peagle extract`). Unset: `hidden_states` below --data-path."""
+    save_path: Path = Field(json_schema_extra=_PATHS)
+    """Where checkpoints go."""
+    trust_remote_code: bool = Field(False, json_schema_extra=_PATHS)
+    """Allow the verifier's own code when its config and tokenizer are loaded."""
+
+    speculator_type: Literal["peagle"] = Field("peagle", json_schema_extra=_DRAFTER)
+    """Kind of drafter."""
+    num_layers: int = Field(4, ge=1, json_schema_extra=_DRAFTER)
+    """Decoder layers of the drafter."""
+    draft_arch: Literal["llama", "qwen3"] | None = Field(None, json_schema_extra=_DRAFTER)
+    """Kind of its layers. Unset: qwen3 for a Qwen3 verifier, else llama."""
+    intermediate_size: int | None = Field(None, ge=1, json_schema_extra=_DRAFTER)
+    """Width of its MLPs. Unset: the verifier's."""
+    norm_before_residual: bool = Field(False, json_schema_extra=_DRAFTER)
+    """Carry the normed verifier state as the first layer's residual."""
+    norm_before_fc: bool = Field(False, json_schema_extra=_DRAFTER)
+    """One RMS norm over the concatenated verifier states before they are projected."""
+    target_layer_ids: tuple[int, ...] | None = Field(None, json_schema_extra=_DRAFTER)
+    """Verifier layers whose inputs the drafter reads. Unset: those of the store; another list is refused."""
+    mask_token_id: int | None = Field(None, ge=0, json_schema_extra=_DRAFTER)
+    """Token of the slots that stand for unknown tokens. Unset: chosen from the tokenizer, and printed."""
+    draft_vocab_size: int | None = Field(None, ge=1, json_schema_extra=_DRAFTER)
+    """Keep only the most frequent supervised tokens in the drafter's head. Unset: the whole vocabulary."""
+
+    train_data_ratio: float = Field(0.9, gt=0, le=1, json_schema_extra=_RUN)
+    """Share of the rows to train on, chosen by a hash of the row; the rest is validation."""
+    max_samples: int | None = Field(None, ge=1, json_schema_extra=_RUN)
+    """Use only this many rows (those of the smallest hash)."""
+    on_missing: Literal["raise", "skip"] = Field("raise", json_schema_extra=_RUN)
+    """What to do about prepared rows that have no hidden states in the store."""
+    resume_from_checkpoint: bool = Field(True, json_schema_extra=_RUN)
+    """Go on from the newest checkpoint in --save-path; without it they are removed and training starts anew."""
+    keep_last: int | None = Field(None, ge=1, json_schema_extra=_RUN)
+    """Keep only this many of the newest checkpoints (the best one is always kept). Unset: all."""
+    log_to: tuple[str, ...] = Field((), json_schema_extra=_RUN)
+    """Trackers that get the metrics too: tensorboard, wandb, mlflow, trackio. metrics.jsonl is always written."""
+    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", json_schema_extra=_RUN)
+    """Type of the saved drafter; auto: the verifier's."""

@@ -1,0 +1,181 @@
+"""Ranks: who is there, sums over them, and work that one rank does for all.
+
+Every collective in training goes through here, at fixed places of a step, whatever a rank has to do in it: a rank
+without data, or with one batch fewer, still meets the others. In: torchrun's environment. Out: a `World`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from peagle.errors import ConfigError, PeagleError, TrainingError
+
+# Nobody waits in a collective longer than this: a step takes seconds, and what takes longer waits in the store.
+COLLECTIVE_TIMEOUT_S = 600.0
+# Rank 0 may prepare (read weights from a slow disk, count tokens) for this long while the others wait.
+PREPARE_TIMEOUT_S = 6 * 3600.0
+_POLL_S = 2.0
+_BUCKET_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run; one process alone is a world of one."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: the one that speaks and writes."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, on every rank; `values` is changed in place. Collective."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def sum_all(self, tensors: list[Tensor]) -> None:
+        """Sum many tensors over ranks in place, in buckets of 16 M elements of one dtype. Collective."""
+        if self.size == 1:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
+                tensor.copy_(part.view_as(tensor))
+
+    def broadcast(self, tensors: list[Tensor], source: int) -> None:
+        """Copy rank `source`'s values into every rank's tensors. Collective."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, source)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Every rank's `values` (of one shape), in rank order, on every rank. Collective."""
+        if self.size == 1:
+            return [values]
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(found, values)
+        return found
+
+    def check(self, error: BaseException | None) -> None:
+        """Raise `error` if this rank has one, else a TrainingError if another has: all stop together. Collective."""
+        failed = self.sum(torch.tensor([float(error is not None)], device=self.device))
+        if error is not None:
+            raise error
+        if failed.item():
+            raise TrainingError("another rank failed; its own message says why")
+
+    def from_main(self, key: str, make: Callable[[], Any]) -> Any:
+        """Let rank 0 make a JSON value for all; the others wait without any collective's timeout.
+
+        So that a slow preparation does not time the others out, and one that fails ends them too, with its message.
+
+        Args:
+            key: a name, used once in a run.
+            make: called on rank 0 only.
+
+        Raises:
+            PeagleError: `make` failed; on every rank, with rank 0's words.
+        """
+        if self.size == 1:
+            return make()
+        store = dist.distributed_c10d._get_default_store()
+        if self.is_main:
+            try:
+                value = make()
+            except BaseException as error:
+                store.set(f"peagle/{key}", json.dumps({"error": str(error) or type(error).__name__}))
+                # The store may live in this process: let the others read why before it goes.
+                self._wait_for_readers(store, key)
+                raise
+            store.set(f"peagle/{key}", json.dumps({"value": value}))
+            return value
+        _wait(store, f"peagle/{key}", PREPARE_TIMEOUT_S)
+        message = json.loads(store.get(f"peagle/{key}"))
+        store.set(f"peagle/{key}/{self.rank}", "read")
+        if "error" in message:
+            raise TrainingError(f"rank 0 failed: {message['error']}")
+        return message["value"]
+
+    def _wait_for_readers(self, store: Any, key: str) -> None:
+        for rank in range(1, self.size):
+            try:
+                _wait(store, f"peagle/{key}/{rank}", 10.0)
+            except PeagleError:
+                return
+
+
+def _wait(store: Any, key: str, limit_s: float) -> None:
+    end_s = time.monotonic() + limit_s
+    while True:
+        try:
+            store.wait([key], datetime.timedelta(seconds=_POLL_S))
+            return
+        except dist.DistStoreError:
+            if time.monotonic() > end_s:
+                raise TrainingError(f"rank 0 did not get ready within {limit_s:.0f} s ({key})") from None
+        except (dist.DistNetworkError, RuntimeError):
+            raise TrainingError("rank 0 is gone; its own message says why") from None
+
+
+def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not buckets or room < tensor.numel() or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
+            room = _BUCKET_ELEMENTS
+        buckets[-1].append(tensor)
+        room -= tensor.numel()
+    return buckets
+
+
+def start(device: str, timeout_s: float) -> World:
+    """Join the other ranks if torchrun started several, else be alone.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout_s: longest wait inside one collective.
+
+    Raises:
+        ConfigError: cuda was asked for and there is none, or fewer GPUs than processes on this machine.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this PyTorch sees no GPU; leave --device away or install a CUDA build")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"{torch.cuda.device_count()} GPUs for {local_rank + 1} or more processes; lower --nproc_per_node"
+            )
+        torch.cuda.set_device(local_rank)
+    where = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=where if kind == "cuda" else None,
+        )
+    return World(rank, size, where)
+
+
+def stop() -> None:
+    """Leave the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

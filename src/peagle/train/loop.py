@@ -1,0 +1,356 @@
+"""The training loop: optimizer steps over packs, validation, checkpoints. `fit` runs it.
+
+An optimizer step takes a group of packs, whatever the number of ranks; each rank takes its share of them. Its loss is
+the sum over all supervised slots of the group divided by their one count, which is summed over ranks before anything
+runs forward. Every rank meets the others at the same three places of a step: counts, gradients, sums.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from peagle import log
+from peagle.drafter import Drafter
+from peagle.errors import TrainingError
+from peagle.train.batches import Laid, Ready, ahead, lay_out
+from peagle.train.config import FitConfig
+from peagle.train.distributed import World
+from peagle.train.interrupt import Interrupt
+from peagle.train.masters import Masters, choose_trained
+from peagle.train.memory import choose_sizes
+from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Validation, add_up, sums_of
+from peagle.train.optimizer import Optimizer
+from peagle.train.order import Pack, packs, share
+from peagle.train.resume import INTERRUPTED, Keeper, Progress
+from peagle.train.rows import Rows, extent
+from peagle.train.schedule import make
+from peagle.train.step import StepSettings, train_step
+from peagle.train.validate import validate, validation_packs
+from peagle.verifier.weights import VerifierHead
+
+logger = logging.getLogger(__name__)
+
+# A run whose gradients are not finite so often in a row has a cause that more steps do not cure.
+_MOST_NOT_FINITE = 3
+
+
+@dataclass
+class FitResult:
+    """What a run did."""
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    """Of this call; a resumed run's earlier steps are in metrics.jsonl."""
+    validations: list[Validation] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+    signal_number: int | None = None
+    """The signal that stopped it, or None if it came to its end."""
+
+
+def compute_dtype(config: FitConfig, device: torch.device) -> torch.dtype:
+    """The type that the network computes in."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[config.dtype]
+
+
+def step_settings(config: FitConfig, drafter: Drafter, num_pairs: int, world: World) -> StepSettings:
+    """How steps are computed on this machine, for packs of up to `num_pairs` pair slots."""
+    attention = config.attention
+    if attention == "auto":
+        attention = "flex" if world.device.type == "cuda" else "sdpa"
+    budget = None if config.memory_budget is None else int(config.memory_budget * (1 << 30))
+    shape = drafter.config
+    sizes = choose_sizes(budget, shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size, num_pairs)
+    weights = None
+    if config.depth_loss_decay != 1.0:
+        weights = tuple(config.depth_loss_decay**depth for depth in range(config.num_depths))
+    return StepSettings(
+        config.loss_fn, weights, attention, sizes.block_slots, sizes.chunk_rows, config.activation_checkpointing
+    )
+
+
+def fit(
+    drafter: Drafter,
+    head: VerifierHead,
+    rows: Rows,
+    validation_rows: Rows,
+    config: FitConfig,
+    world: World,
+    keeper: Keeper | None,
+    metrics_path: Path | None,
+) -> FitResult:
+    """Train a drafter in place.
+
+    Args:
+        drafter: float32 weights; `build.initialise` starts them from the verifier. On return it is on the device, in
+            the compute dtype, on every rank (with `fsdp_shard`: sharded).
+        head: the verifier's whole head.
+        rows: what to train on. Rows without a supervised slot are passed over.
+        validation_rows: what to score on; may be empty.
+        config: everything else.
+        world: the ranks (`World(0, 1, torch.device("cpu"))` for one process).
+        keeper: where to save, and to resume from; None writes no checkpoint.
+        metrics_path: `metrics.jsonl`, or None.
+
+    Raises:
+        TrainingError: nothing to train on, or gradients that stay not finite.
+        DataError: a row longer than a pack.
+    """
+    return _Loop(drafter, head, rows, validation_rows, config, world, keeper, metrics_path).run()
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One optimizer step, as this rank sees it."""
+
+    epoch: int
+    group: list[Pack]
+    mine: list[Pack]
+    packs_before: int
+    packs_in_epoch: int
+
+
+class _Loop:
+    """The state of one run on one rank."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        head: VerifierHead,
+        rows: Rows,
+        validation_rows: Rows,
+        config: FitConfig,
+        world: World,
+        keeper: Keeper | None,
+        metrics_path: Path | None,
+    ) -> None:
+        self.drafter, self.rows, self.validation_rows = drafter, rows, validation_rows
+        self.config, self.world, self.keeper = config, world, keeper
+        self.dtype = compute_dtype(config, world.device)
+        lengths = _lengths(rows)
+        if not lengths:
+            raise TrainingError("no row has a supervised token; look at the loss masks with `peagle inspect`")
+        self.lengths, self.held_out = lengths, validation_packs(_lengths(validation_rows), config)
+        self.per_step = (config.batch_size or world.size) * config.gradient_accumulation_steps
+        planned = sum(
+            math.ceil(len(packs(lengths, config.total_seq_len, config.seed, epoch)) / self.per_step)
+            for epoch in range(config.epochs)
+        )
+        self.num_steps = min(planned, config.max_steps or planned)
+        self.schedule = make(
+            config.scheduler_type,
+            config.scheduler_warmup_ratio,
+            config.scheduler_warmup_steps,
+            config.scheduler_total_steps or self.num_steps,
+        )
+        drafter.to(world.device)
+        choose_trained(drafter, config.train_embeddings, config.train_lm_head)
+        row = drafter.config.mask_token_id if config.train_embeddings == "mask-token" else None
+        self.masters = Masters(drafter, self.dtype, row, world, config.fsdp_shard)
+        self.optimizer = Optimizer(config, self.masters)
+        whole_head = head.to(world.device, self.dtype)
+        self.head, self.full_head = whole_head, None
+        if drafter.config.is_pruned:
+            draft_ids = torch.arange(drafter.config.draft_vocab_size, device=world.device) + drafter.d2t
+            self.head, self.full_head = whole_head.restricted(draft_ids), whole_head
+        lm_head = drafter.lm_head.weight
+        is_same = not lm_head.requires_grad and lm_head.dtype == self.head.weight.dtype
+        if is_same and torch.equal(lm_head, self.head.weight):
+            lm_head.data = self.head.weight  # one copy of the largest frozen matrix
+        self.settings = step_settings(config, drafter, config.total_seq_len, world)
+        self.result = FitResult()
+        restored = keeper.restore(self.masters, self.optimizer) if keeper is not None else None
+        self.progress = self.result.progress = restored or Progress()
+        self.log = MetricsLog(metrics_path if world.is_main else None, self.progress.step)
+        self._not_finite_in_a_row = 0
+
+    def run(self) -> FitResult:
+        """Train to the end, or to a signal."""
+        left = self.num_steps - self.progress.step
+        self._keep(max(0, self.progress.epoch - 1))
+        with Interrupt() as interrupt, log.progress("train", max(left, 0), "steps") as meter:
+            meter_tokens = 0
+            began_s = time.monotonic()
+            for ready in ahead(self._items(), self._load):
+                if self.progress.step >= self.num_steps:
+                    break
+                metrics = self._step(ready, interrupt)
+                item = ready.item
+                self.progress.epoch, self.progress.packs_done = item.epoch, item.packs_before + len(item.group)
+                at_end = self.progress.packs_done >= item.packs_in_epoch
+                if metrics is not None:
+                    self.result.steps.append(metrics)
+                    self.log.write("train", metrics)
+                    meter_tokens += metrics.num_tokens
+                    meter.advance(1, _note(metrics, meter_tokens / (time.monotonic() - began_s)))
+                if at_end:
+                    self.progress.epoch, self.progress.packs_done = item.epoch + 1, 0
+                if self._is_due(item) or self.progress.step >= self.num_steps:
+                    self.progress.due = str(item.epoch) if at_end else f"step_{self.progress.step}"
+                if self.result.signal_number is not None:
+                    self._save(INTERRUPTED, is_best=False)
+                    return self.result
+                self._keep(item.epoch)
+        return self.result
+
+    def _items(self) -> Iterator[_Item]:
+        """The optimizer steps still to take."""
+        done = self.progress.packs_done
+        for epoch in range(self.progress.epoch, self.config.epochs):
+            order = packs(self.lengths, self.config.total_seq_len, self.config.seed, epoch)
+            for first in range(done, len(order), self.per_step):
+                group = order[first : first + self.per_step]
+                mine = [group[i] for i in share(group, self.world.size)[self.world.rank]]
+                yield _Item(epoch, group, mine, first, len(order))
+            done = 0
+
+    def _load(self, item: _Item) -> list[Laid]:
+        self.rows.expect([row_id for one in item.mine for row_id in one.row_ids])
+        return [lay_out(self.rows, one, self.config, item.epoch) for one in item.mine]
+
+    def _step(self, ready: Ready[_Item, list[Laid]], interrupt: Interrupt) -> StepMetrics | None:
+        """One optimizer step; None if nothing in it was supervised, or its gradient was thrown away."""
+        began_s, world, device = time.monotonic(), self.world, self.world.device
+        laid = ready.made or []
+        counts = world.sum(
+            torch.tensor(
+                [
+                    float(sum(one.num_supervised for one in laid)),
+                    float(sum(one.num_pairs for one in laid)),
+                    float(ready.error is not None),
+                    float(interrupt.signal_number or 0),
+                ],
+                dtype=torch.float64,
+                device=device,
+            )
+        ).tolist()
+        num_supervised, num_tokens = int(counts[0]), int(counts[1])
+        if counts[2]:
+            raise ready.error or TrainingError("another rank failed; its own message says why")
+        if counts[3]:
+            self.result.signal_number = interrupt.signal_number or 15
+        if num_supervised == 0:
+            self.progress.num_empty += 1
+            return None
+        results = []
+        with self.masters.step():
+            for one in laid:
+                batch, slots = one.batch.to(device, self.dtype), one.layout.to(device)
+                results.append(train_step(self.drafter, self.head, batch, slots, num_supervised, self.settings, None))
+        sums = sums_of(world.sum(add_up(results, self.config.num_depths, device)))
+        norm = float(self.masters.norm())
+        if not self._is_finite(sums, norm, ready.item):
+            return None
+        if self.config.max_grad_norm and norm > self.config.max_grad_norm:
+            self.masters.scale(self.config.max_grad_norm / norm)
+        factor = self.schedule.factor(self.progress.step)
+        self.optimizer.step(factor)
+        self.masters.publish()
+        self.progress.step += 1
+        return StepMetrics(
+            self.progress.step,
+            ready.item.epoch,
+            sums.mean_loss,
+            sums.accuracy,
+            factor * self.optimizer.groups[0].lr,
+            norm,
+            num_supervised,
+            num_tokens,
+            time.monotonic() - began_s + ready.waited_s,
+            ready.waited_s,
+        )
+
+    def _is_finite(self, sums: Sums, norm: float, item: _Item) -> bool:
+        """Whether a step may be taken. If not, it is thrown away on every rank and counted; too many stop the run."""
+        if math.isfinite(norm) and math.isfinite(sums.mean_loss):
+            self._not_finite_in_a_row = 0
+            return True
+        self.masters.drop()
+        self.progress.num_not_finite += 1
+        self._not_finite_in_a_row += 1
+        ids = [row_id for one in item.group for row_id in one.row_ids]
+        shown = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
+        what = f"step {self.progress.step + 1}: loss {sums.mean_loss:.4g}, gradient norm {norm:.4g} (rows {shown})"
+        if self._not_finite_in_a_row >= _MOST_NOT_FINITE:
+            raise TrainingError(
+                f"{what}: not finite {_MOST_NOT_FINITE} times in a row. The weights are those before; lower --lr (and "
+                "--muon-lr), or look at these rows' states"
+            )
+        logger.warning("%s: not finite, thrown away", what)
+        return False
+
+    def _is_due(self, item: _Item) -> bool:
+        """Whether a checkpoint falls on the end of this step."""
+        before, after = item.packs_before, item.packs_before + len(item.group)
+        if after >= item.packs_in_epoch:
+            is_last = item.epoch + 1 == self.config.epochs
+            return is_last or self.config.checkpoint_freq <= 1 or (item.epoch + 1) % self.config.checkpoint_freq == 0
+        if self.config.checkpoint_freq >= 1:
+            return False
+        share_before, share_after = (x / item.packs_in_epoch / self.config.checkpoint_freq for x in (before, after))
+        return math.floor(share_after + 1e-9) > math.floor(share_before + 1e-9)
+
+    def _keep(self, epoch: int) -> None:
+        """If a checkpoint is due: validate, choose the best, save."""
+        name, is_best = self.progress.due, False
+        if name is None:
+            return
+        self.progress.due = None
+        if self.held_out:
+            with self.masters.whole():
+                found = validate(
+                    self.drafter,
+                    self.head,
+                    self.full_head,
+                    self.validation_rows,
+                    self.held_out,
+                    self.config,
+                    self.settings,
+                    self.dtype,
+                    self.world,
+                    self.progress.step,
+                    epoch,
+                )
+            self.result.validations.append(found)
+            self.log.write("validation", found)
+            is_best, warning = self.progress.best.update(found.acceptance_length, found.loss, name)
+            rates = " ".join(f"{rate:.3f}" for rate in found.accuracy)
+            logger.info(
+                "checkpoint %s: validation loss %.4f  accuracy %s  acceptance length %.3f%s",
+                name,
+                found.loss,
+                rates,
+                found.acceptance_length,
+                " (best)" if is_best else "",
+            )
+            if warning:
+                logger.warning("%s", warning)
+        self._save(name, is_best)
+
+    def _save(self, name: str, is_best: bool) -> None:
+        if self.keeper is not None:
+            self.keeper.save(name, self.masters, self.optimizer, self.progress, is_best)
+
+
+def _lengths(rows: Rows) -> dict[str, int]:
+    """Tokens that training reads of each row, rows without a supervised slot left out."""
+    found = {row_id: extent(rows.token_row(row_id)).num_tokens for row_id in rows.ids()}
+    return {row_id: length for row_id, length in found.items() if length}
+
+
+def _note(metrics: StepMetrics, tokens_per_s: float) -> str:
+    """The live line's end: loss, accuracy at the first and the last depth, speed, waiting."""
+    last = len(metrics.accuracy) - 1
+    deepest = f"  accept@{last} {metrics.accuracy[last]:.2f}" if last else ""
+    speed = f"{tokens_per_s / 1000:.1f}k" if tokens_per_s >= 10_000 else f"{tokens_per_s:.0f}"
+    wait = 100 * metrics.data_wait_s / max(metrics.seconds, 1e-9)
+    return (
+        f"loss {metrics.loss:.3f}  accept@0 {metrics.accuracy[0]:.2f}{deepest}  {speed} tokens/s  data wait {wait:.0f}%"
+    )

@@ -1,0 +1,157 @@
+"""What training reports: sums over slots, figures, lines of `metrics.jsonl`, and the best score."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.files import whole_file
+from peagle.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over supervised slots by depth, over batches and ranks."""
+
+    loss: list[float]
+    correct: list[int]
+    total: list[int]
+    prefix_correct: list[int]
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over all supervised slots, all depths alike."""
+        return sum(self.loss) / max(1, sum(self.total))
+
+    @property
+    def accuracy(self) -> list[float]:
+        """Share of each depth's slots whose choice is the verifier's."""
+        return [c / max(1, t) for c, t in zip(self.correct, self.total)]
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + sum over k of the share of chains whose depths 0 .. k ALL equal the verifier's choice.
+
+        Joint, not a product of accuracies. A chain counts at depth k if it has a target there. A measure only if the
+        layout is full: a sampled one keeps other chains at each depth.
+        """
+        return 1.0 + sum(p / t for p, t in zip(self.prefix_correct, self.total) if t)
+
+
+def add_up(results: list[StepResult], num_depths: int, device: torch.device) -> Tensor:
+    """A rank's results as one float64 tensor [4, num_depths], to be summed over ranks: loss, correct, total, prefix."""
+    added = torch.zeros(4, num_depths, dtype=torch.float64, device=device)
+    for result in results:
+        counts = (result.correct, result.total, result.prefix_correct)
+        added += torch.stack([result.loss_sum, *(count.double() for count in counts)])
+    return added
+
+
+def sums_of(added: Tensor) -> Sums:
+    """Back to numbers."""
+    loss, correct, total, prefix = added.tolist()
+    return Sums(loss, [int(x) for x in correct], [int(x) for x in total], [int(x) for x in prefix])
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    epoch: int
+    loss: float
+    accuracy: list[float]
+    lr: float
+    """Of the first group (matrices)."""
+    grad_norm: float
+    """Before clipping."""
+    num_supervised: int
+    """Supervised slots of the whole step: what its loss was divided by."""
+    num_tokens: int
+    seconds: float
+    data_wait_s: float
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All depths of all validation rows."""
+
+    step: int
+    epoch: int
+    loss: float
+    accuracy: list[float]
+    acceptance_length: float
+    num_supervised: int
+    seconds: float
+
+
+class MetricsLog:
+    """`metrics.jsonl`: a line per optimizer step and per validation. Lines past a resumed step are dropped first.
+
+    Args:
+        path: the file; None writes nothing.
+        step: the run goes on after this step.
+    """
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._path = path
+        if path is None:
+            return
+        kept = []
+        if step and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    continue  # the last line of a killed run may be cut
+        with whole_file(path) as temporary:
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def write(self, kind: str, metrics: StepMetrics | Validation) -> None:
+        """Append one line: {"kind": "train" | "validation", ...}; what is not finite becomes null."""
+        if self._path is None:
+            return
+        values = {key: _json(value) for key, value in asdict(metrics).items()}
+        with open(self._path, "a", encoding="utf-8") as handle:
+            handle.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 8) if math.isfinite(value) else None
+    return [_json(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass
+class Best:
+    """Keeps the best score seen; a fall while the loss improves is worth a warning (acceptance may peak early)."""
+
+    score: float | None = None
+    name: str | None = None
+    """Name of the checkpoint that had it."""
+    loss: float | None = None
+    scores: list[float | None] = field(default_factory=list)
+    """Every score in order; None where there was none."""
+
+    def update(self, score: float, loss: float, name: str) -> tuple[bool, str | None]:
+        """Whether this is the new best (the first of equals stays; NaN never is), and a warning or None."""
+        self.scores.append(score if math.isfinite(score) else None)
+        if not math.isfinite(score):
+            return False, f"checkpoint {name}: no score ({score}); it cannot become checkpoint_best"
+        if self.score is None or score > self.score:
+            self.score, self.name, self.loss = score, name, loss
+            return True, None
+        if score < self.score and self.loss is not None and loss < self.loss:
+            return False, (
+                f"acceptance length fell to {score:.3f} while the loss still improves; the best is {self.score:.3f} "
+                f"(checkpoint {self.name}), which checkpoint_best keeps"
+            )
+        return False, None

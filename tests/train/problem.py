@@ -1,0 +1,122 @@
+"""A tiny training problem: random but learnable states of a made-up verifier, no files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from peagle.data.rows import TokenRow
+from peagle.drafter import Drafter, DrafterConfig
+from peagle.states.batch import StoredRow
+from peagle.train.config import FitConfig
+from peagle.train.distributed import World
+from peagle.train.loop import FitResult, fit
+from peagle.train.rows import MemoryRows, label_pos
+from peagle.verifier.weights import VerifierHead
+
+HIDDEN, VOCAB = 16, 32
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def drafter_config(draft_vocab_size: int = VOCAB, num_layers: int = 2) -> DrafterConfig:
+    return DrafterConfig.build(
+        {
+            "speculators_model_type": "peagle",
+            "layer_type": "qwen3",
+            "hidden_size": HIDDEN,
+            "intermediate_size": 24,
+            "num_layers": num_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "max_position_embeddings": 512,
+            "attention_bias": False,
+            "vocab_size": VOCAB,
+            "draft_vocab_size": draft_vocab_size,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "aux_layer_ids": (1, 2, 3),
+            "mask_token_id": VOCAB - 1,
+            "num_speculative_tokens": 3,
+            "verifier": "nowhere",
+            "verifier_architectures": ("Qwen3ForCausalLM",),
+        }
+    )
+
+
+def verifier_head(dtype: torch.dtype = torch.float32) -> VerifierHead:
+    made = torch.Generator().manual_seed(5)
+    weight = torch.randn(VOCAB, HIDDEN, generator=made, dtype=torch.float64)
+    return VerifierHead(torch.ones(HIDDEN), 1e-6, weight.to(dtype), 1.0, None)
+
+
+def drafter(seed: int = 0, draft_ids: list[int] | None = None) -> Drafter:
+    """A drafter with the verifier's head."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = Drafter(drafter_config(VOCAB if draft_ids is None else len(draft_ids)))
+        assert made.mask_hidden is not None
+        torch.nn.init.normal_(made.mask_hidden)
+    with torch.no_grad():
+        if draft_ids is None:
+            made.lm_head.weight.copy_(verifier_head().weight)
+        else:
+            ids = torch.tensor(draft_ids)
+            made.d2t.copy_(ids - torch.arange(len(draft_ids)))
+            made.t2d[ids] = True
+            made.lm_head.weight.copy_(verifier_head().weight[ids])
+    return made
+
+
+def row(row_id: str, num_tokens: int, prompt: int, seed: int, supervised: bool = True) -> StoredRow:
+    """A row whose states depend on its tokens, so that there is something to learn."""
+    made = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB - 2, (num_tokens,), generator=made)
+    for i in range(prompt, num_tokens):
+        ids[i] = (3 * ids[i - 1] + 1) % (VOCAB - 2)
+    table = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(9))
+    mask = [0] * prompt + [int(supervised)] * (num_tokens - prompt)
+    token_row = TokenRow(row_id, "made-up", ids.tolist(), mask, supervised, 0)
+    aux = table[ids] + 0.01 * torch.randn(num_tokens, 3 * HIDDEN, generator=made)
+    following = torch.cat([ids[1:], (3 * ids[-1:] + 1) % (VOCAB - 2)])
+    last = verifier_head().weight[following] + 0.01 * torch.randn(num_tokens, HIDDEN, generator=made)
+    found = label_pos(token_row)
+    return StoredRow(token_row, aux, found, last[found])
+
+
+def rows(count: int, seed: int = 0) -> list[StoredRow]:
+    return [row(f"row-{seed}-{i}", 10 + (7 * i) % 23, 2 + i % 5, 1000 * seed + i) for i in range(count)]
+
+
+def config(**values: Any) -> FitConfig:
+    plain = {
+        "num_depths": 3,
+        "total_seq_len": 48,
+        "epochs": 2,
+        "optimizer": "adamw",
+        "lr": 3e-3,
+        "dtype": "float64",
+        "device": "cpu",
+        "scheduler_type": "linear",
+    }
+    return FitConfig.build({**plain, **values})
+
+
+def run(
+    settings: FitConfig,
+    train: list[StoredRow],
+    held_out: list[StoredRow] = (),  # type: ignore[assignment]
+    model: Drafter | None = None,
+    world: World = ALONE,
+    keeper: Any = None,
+    metrics_path: Any = None,
+) -> tuple[Drafter, FitResult]:
+    """Fit a fresh drafter (or `model`) in this process."""
+    model = model or drafter()
+    result = fit(
+        model, verifier_head(), MemoryRows(train), MemoryRows(list(held_out)), settings, world, keeper, metrics_path
+    )
+    return model, result
