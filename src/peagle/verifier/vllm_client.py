@@ -50,6 +50,14 @@ class ServedModel:
     """Tokens of prompt and answer together; None if the server does not say."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A JSON answer, and the endpoint that gave it."""
+
+    body: dict[str, Any]
+    url: str
+
+
 class RowRefusedError(EndpointError):
     """The server will not take this one request; others may go on."""
 
@@ -78,7 +86,9 @@ class Endpoint:
         limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
         timeout = httpx.Timeout(policy.timeout_s, connect=min(policy.timeout_s, 10.0))
         self._http = httpx.Client(headers=headers, limits=limits, timeout=timeout, trust_env=False)
-        self.policy = policy
+        self._policy = policy
+        self.served_name = ""
+        """The model's name in requests; set by `model`."""
         self.in_flight = 0
 
     def close(self) -> None:
@@ -93,7 +103,7 @@ class Endpoint:
             return False
 
     def model(self, asked: str | None) -> ServedModel:
-        """The served model.
+        """Look up the served model, and send its name with each request from now on.
 
         Args:
             asked: a name to look for where several are served (adapters, aliases); None takes the first.
@@ -128,6 +138,7 @@ class Endpoint:
         if not found:
             names = ", ".join(m.name for m in served)
             raise EndpointError(f"{self.root_url}: serves {names}, not {asked}")
+        self.served_name = found[0].name
         return found[0]
 
     def get_text(self, path: str) -> str:
@@ -148,7 +159,7 @@ class Endpoint:
         except httpx.TimeoutException as error:
             if isinstance(error, httpx.ConnectTimeout):
                 raise
-            raise _PassingError(f"no answer within {self.policy.timeout_s:g} s", None) from None
+            raise _PassingError(f"no answer within {self._policy.timeout_s:g} s", None) from None
         if answer.status_code == 200:
             try:
                 body = answer.json()
@@ -183,51 +194,46 @@ class EndpointPool:
         for endpoint in self.endpoints:
             endpoint.close()
 
-    def post(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """Send until an answer comes.
+    def post(self, path: str, payload: dict[str, Any]) -> Answer:
+        """Send until an answer comes. The served model's name is filled in.
 
         Raises:
             RowRefusedError: status 400, 413 or 422: this request is at fault.
             EndpointError: another refusal; or retries and waits are used up.
         """
-        reason, losses = "", 0
-        for attempt in range(self._policy.max_retries + 1):
-            if attempt:
+        tries = losses = 0
+        while True:
+            endpoint = self._take()
+            try:
+                return Answer(endpoint.post_once(path, {"model": endpoint.served_name, **payload}), endpoint.root_url)
+            except _PassingError as passing:
+                tries += 1
+                if tries > self._policy.max_retries:
+                    raise EndpointError(
+                        f"{endpoint.root_url}: {passing} (tried {tries} times); run the same command again to go on"
+                    ) from None
+                self._pause(min(passing.retry_after_s or 0.25 * 2**tries * (1 + random.random()), 60.0))
+            except (httpx.TransportError, RuntimeError) as error:
+                if self._stopped.is_set():  # closed by another thread: httpx raises RuntimeError then
+                    raise EndpointError("stopped") from None
+                if isinstance(error, RuntimeError):
+                    raise
+                self._lost(endpoint, error)
+                losses += 1
+                if losses > self._policy.max_retries + 1:  # does this very request bring the server down?
+                    raise EndpointError(
+                        f"{endpoint.root_url}: the connection was lost {losses} times during one request "
+                        f"({type(error).__name__}); look at the server's log"
+                    ) from None
+            finally:
                 with self._lock:
-                    self.num_retries += 1
-            answer = None
-            while answer is None:
-                endpoint = self._take()
-                try:
-                    answer = endpoint.post_once(path, payload)
-                except _PassingError as passing:
-                    reason = f"{endpoint.root_url}: {passing}"
-                    logger.debug("try %d failed: %s", attempt + 1, reason)
-                    pause_s = passing.retry_after_s or 0.25 * 2**attempt * (1 + random.random())
-                    if attempt < self._policy.max_retries:
-                        self._pause(min(pause_s, 60.0))
-                    break
-                except (httpx.TransportError, RuntimeError) as error:
-                    # httpx raises RuntimeError once a client is closed by another thread.
-                    if self._stopped.is_set():
-                        raise EndpointError("stopped") from None
-                    if isinstance(error, RuntimeError):
-                        raise
-                    self._lost(endpoint, error)
-                    losses += 1
-                    if losses > self._policy.max_retries + 1:  # does this very request bring the server down?
-                        raise EndpointError(
-                            f"{endpoint.root_url}: the connection was lost {losses} times during one request "
-                            f"({type(error).__name__}); look at the server's log"
-                        ) from None
-                finally:
-                    with self._lock:
-                        endpoint.in_flight -= 1
-            if answer is not None:
-                return answer
-        raise EndpointError(
-            f"{reason} (tried {self._policy.max_retries + 1} times); run the same command again to go on"
-        )
+                    endpoint.in_flight -= 1
+            self.count_retry()
+
+    def count_retry(self) -> None:
+        """Note that a request is sent again."""
+        with self._lock:
+            self.num_retries += 1
 
     def _take(self) -> Endpoint:
         """The least busy endpoint that is there; waits while none is."""

@@ -1,7 +1,8 @@
 """The client's side of the folder through which a vLLM server hands over hidden states.
 
 The client names each file (the connector refuses unsafe names), so it knows what to wait for, and what is an orphan:
-all names of one store begin alike. A file appears whole, by a rename; `NAME.safetensors.error` says that its write failed.
+all names of one store begin alike. A file appears whole, by a rename; `NAME.safetensors.error` says that its write
+failed.
 """
 
 from __future__ import annotations

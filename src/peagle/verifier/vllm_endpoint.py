@@ -1,0 +1,247 @@
+"""Hidden states from served verifiers (`peagle launch-vllm`): many rows at once, each tied to its own ids.
+
+Rows go as token ids, never as text, so no template or special token can creep in; what the server read comes back in
+the file and is compared. A file holds as many states as ids, or it is asked for again. Files are deleted as they are
+read, and those of a killed run of the same store are swept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.data.rows import TokenRow
+from peagle.errors import DiskError, EndpointError
+from peagle.files import is_disk_full
+from peagle.verifier.facts import VerifierFacts
+from peagle.verifier.source import RowRefused, RowStates
+from peagle.verifier.vllm_answers import choices, connector_facts, difference, split_layers, states_request
+from peagle.verifier.vllm_client import Answer, Endpoint, EndpointPool, RetryPolicy, RowRefusedError, ServedModel
+from peagle.verifier.vllm_files import MissingFileError, ServedStates, StatesFolder, WriteFailedError
+
+logger = logging.getLogger(__name__)
+
+MISMATCHES_THAT_STOP = 3
+"""Rows in a row that the server read otherwise than they were sent."""
+REFUSALS_THAT_STOP = 20
+"""Rows in a row that the server refused."""
+_PROBE_IDS = [0, 1, 0]
+_PROBE_WAIT_S, _FILE_WAIT_S = 15.0, 60.0
+_CHECKED_EVERY = 50
+_LONGEST_CHECKED = 4096  # the server holds [num_tokens, vocab_size] log-probabilities for a row that is checked
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """Where states come from, and how insistently."""
+
+    urls: tuple[str, ...]
+    api_key: str | None
+    model: str | None
+    """Name under which the verifier is served, if not its own; None: its own."""
+    concurrency: int
+    """Requests under way at once, over all endpoints."""
+    policy: RetryPolicy
+    hidden_states_path: Path
+    """As given to `launch-vllm`, as this machine sees it."""
+
+
+class EndpointSource:
+    """A `StateSource` over one or several servers of the same verifier.
+
+    Args:
+        facts: the verifier that the rows were prepared for.
+        aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
+        settings: see `EndpointSettings`.
+        store: identity of the result (its output path), for naming files.
+        check_all_positions: compare a sample of rows at every position with the server's prompt log-probabilities
+            (`--validate-outputs`). The first row always is, and the last position of every row.
+
+    Raises:
+        EndpointError: unreachable, not ready, another model, no connector, other layers, or a folder not shared.
+    """
+
+    def __init__(
+        self,
+        facts: VerifierFacts,
+        aux_layer_ids: Sequence[int],
+        settings: EndpointSettings,
+        store: str,
+        check_all_positions: bool,
+    ) -> None:
+        self._facts, self._settings = facts, settings
+        self._wanted_layers = (*aux_layer_ids, facts.num_layers)
+        self._check_all = check_all_positions
+        self._folder = StatesFolder(settings.hidden_states_path, store)
+        self._numbers = itertools.count()
+        endpoints = [Endpoint(url, settings.api_key, settings.policy, settings.concurrency) for url in settings.urls]
+        self._pool = EndpointPool(endpoints, settings.policy)
+        self._refused_in_a_row = self._mismatched_in_a_row = 0
+        try:
+            limits = [self._connect(endpoint) for endpoint in endpoints]
+        except BaseException:
+            self.close()
+            raise
+        self._max_tokens = min(limits)
+        if swept := self._folder.sweep():
+            logger.info("removed %d files that an earlier run had left", swept)
+
+    @property
+    def max_tokens(self) -> int:
+        """The servers' limit, less the one token that each request generates."""
+        return self._max_tokens
+
+    @property
+    def num_retries(self) -> int:
+        """Requests that had to be sent again."""
+        return self._pool.num_retries
+
+    def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates | RowRefused]:
+        """See `StateSource`. At most `concurrency` rows are held at once, so memory is bounded by it."""
+        workers = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix="states")
+        under_way: dict[Future[RowStates | RowRefused], TokenRow] = {}
+        source = (row for row in rows if row.row_id in wanted)
+        try:
+            asked = 0
+            while True:
+                while len(under_way) < self._settings.concurrency and (row := next(source, None)) is not None:
+                    checked = asked == 0 or (self._check_all and asked % _CHECKED_EVERY == 0)
+                    under_way[workers.submit(self._row, row, checked)] = row
+                    asked += 1
+                if not under_way:
+                    return
+                done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in done:
+                    del under_way[future]
+                    result = future.result()
+                    self._watch(result)
+                    yield result
+        except BaseException:
+            self._pool.close()  # requests under way end, and the server drops their files
+            raise
+        finally:
+            workers.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """Drop connections, remove this store's files."""
+        self._pool.close()
+        self._folder.sweep()
+
+    def _connect(self, endpoint: Endpoint) -> int:
+        """Check one server by a tiny request; returns the longest row that it takes."""
+        served = endpoint.model(self._settings.model)
+        name = self._folder.name(next(self._numbers))
+        probe = EndpointPool([endpoint], self._settings.policy)
+        answer = probe.post("/v1/completions", states_request(_PROBE_IDS, name, False))
+        facts = connector_facts(answer.body.get("kv_transfer_params"), answer.url)
+        self._check_server(endpoint, served, facts)
+        try:
+            self._folder.read(name, _PROBE_WAIT_S)
+        except MissingFileError:
+            raise EndpointError(
+                f"{endpoint.root_url}: its files are not seen here. It writes {facts.get('hidden_states_path')}, "
+                f"this machine looks in {self._folder.path}; both must see one folder (--hidden-states-path)"
+            ) from None
+        limit = facts.get("max_model_len") or served.max_model_len or self._facts.max_position_embeddings
+        return int(limit) - 1
+
+    def _check_server(self, endpoint: Endpoint, served: ServedModel, facts: dict[str, Any]) -> None:
+        where = endpoint.root_url
+        self._layer_order(facts, where)
+        for key in ("num_layers", "hidden_size", "vocab_size"):
+            mine, its = getattr(self._facts, key), facts.get(key)
+            if its is not None and int(its) != mine:
+                raise EndpointError(
+                    f"{where}: serves another model, {served.root}, whose {key} is {its}; "
+                    f"{self._facts.name_or_path} has {mine}"
+                )
+        if self._settings.model is None and not _is_same_model(self._facts.name_or_path, served, facts):
+            raise EndpointError(
+                f"{where}: serves {served.root}, but the rows are for {self._facts.name_or_path}; if these are the "
+                f"same weights, say so with --endpoint-model {served.name}"
+            )
+
+    def _row(self, row: TokenRow, checked: bool) -> RowStates | RowRefused:
+        """Ask for one row until it is right, within bounds."""
+        checked = checked and len(row.input_ids) <= _LONGEST_CHECKED
+        trouble: EndpointError | None = None
+        for attempt in range(self._settings.policy.max_retries + 1):
+            if trouble is not None:
+                logger.debug("row %s, try %d failed: %s", row.row_id, attempt, trouble)
+                self._pool.count_retry()
+            name = self._folder.name(next(self._numbers))
+            try:
+                answer = self._pool.post("/v1/completions", states_request(row.input_ids, name, checked))
+            except RowRefusedError as error:
+                return RowRefused(row.row_id, "refused by the server", str(error))
+            facts = connector_facts(answer.body.get("kv_transfer_params"), answer.url)
+            try:
+                found = self._folder.read(name, _FILE_WAIT_S)
+            except WriteFailedError as error:
+                if is_disk_full(error):
+                    raise DiskError(f"{self._folder.path}: {error}; free some space and run again") from None
+                trouble = error
+                continue
+            except MissingFileError as error:
+                reason = (facts.get("failed_writes") or {}).get(name)
+                trouble = WriteFailedError(f"{error}: {reason}") if reason else error
+                continue
+            if found.token_ids != row.input_ids:
+                return RowRefused(row.row_id, "the server read other ids", difference(row.input_ids, found.token_ids))
+            if found.hidden_states.shape[0] == len(row.input_ids):
+                return self._result(row, answer, facts, found)
+            trouble = _RowsError(f"{found.hidden_states.shape[0]} states for {len(row.input_ids)} ids")
+        if isinstance(trouble, _RowsError):
+            return RowRefused(row.row_id, "states and ids differ in number", str(trouble))
+        raise trouble or EndpointError(f"row {row.row_id}: no states")
+
+    def _layer_order(self, facts: dict[str, Any], where: str) -> list[int]:
+        """Places of the wanted layers among those that a server hands out."""
+        has = [int(i) for i in facts["layer_ids"]]
+        if any(i not in has for i in self._wanted_layers):
+            aux = " ".join(str(i) for i in self._wanted_layers[:-1])
+            raise EndpointError(
+                f"{where}: hands out layers {has}, wanted are {list(self._wanted_layers)}; start it with "
+                f"--target-layer-ids {aux}, or extract with its ids"
+            )
+        return [has.index(i) for i in self._wanted_layers]
+
+    def _result(self, row: TokenRow, answer: Answer, facts: dict[str, Any], found: ServedStates) -> RowStates:
+        aux, last = split_layers(found.hidden_states, self._layer_order(facts, answer.url))
+        positions, ids = choices(answer.body, len(row.input_ids))
+        return RowStates(row.row_id, found.token_ids, aux, last, positions, ids)
+
+    def _watch(self, result: RowStates | RowRefused) -> None:
+        """Stop where the fault is plainly not in single rows."""
+        if isinstance(result, RowStates):
+            self._refused_in_a_row = self._mismatched_in_a_row = 0
+            return
+        self._refused_in_a_row += 1
+        self._mismatched_in_a_row += result.reason != "refused by the server"
+        if self._mismatched_in_a_row >= MISMATCHES_THAT_STOP:
+            raise EndpointError(f"row {result.row_id}: {result.detail}; {MISMATCHES_THAT_STOP} rows in a row, stopped")
+        if self._refused_in_a_row >= REFUSALS_THAT_STOP:
+            raise EndpointError(f"row {result.row_id}: {result.detail}; {REFUSALS_THAT_STOP} rows in a row, stopped")
+
+
+class _RowsError(EndpointError):
+    """A file with more or fewer states than ids."""
+
+
+def _is_same_model(name_or_path: str, served: ServedModel, facts: dict[str, Any]) -> bool:
+    """Whether a served model goes by the expected name: the same text, folder, or last part of the name."""
+    mine = Path(name_or_path)
+    for other in (served.name, served.root, str(facts.get("model", ""))):
+        if not other:
+            continue
+        if other == name_or_path or Path(other).name.lower() == mine.name.lower():
+            return True
+        if mine.exists() and Path(other).exists() and mine.resolve() == Path(other).resolve():
+            return True
+    return False
