@@ -30,7 +30,7 @@ WRAPPERS = ("gemma3", "qwen2_5_vl", "mistral3")
 
 
 def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token per byte (ids 3 to 258) behind three special tokens: 0 `<|endoftext|>` (pad), 1 and 2 the chat marks."""
+    """One token per byte (ids 3 to 258) behind `<|endoftext|>` (0, pad) and the chat marks (1 and 2; 2 is eos)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -121,8 +121,8 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "norm" in name and name.endswith("weight"):
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-            elif parameter.ndim >= 2:
-                parameter.mul_(5.0)  # initial std 0.02 gives a network that hardly moves its embedding
+            elif parameter.ndim >= 2 and "embed" not in name and "lm_head" not in name:
+                parameter.mul_(6.0)  # initial std 0.02 gives a network that hardly moves its embedding
     return model
 
 
@@ -144,7 +144,7 @@ def tiny_verifier(
         dtype: of its files and its config.
         max_shard_size: "20KB" gives several shards and an index.
         tokenizer: another tokenizer.
-        changes: config fields: `num_layers=8` is short for `num_hidden_layers=8`; vocab_size defaults to 272 (259 used).
+        changes: config fields; `num_layers` is short for `num_hidden_layers`; vocab_size defaults to 272 (259 used).
 
     Returns:
         The folder.

@@ -1,0 +1,254 @@
+"""The verifier through Transformers: hidden states of whole rows, and batched generation, on CPU or one GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from peagle.errors import VerifierError
+from peagle.verifier.facts import VerifierFacts, first_line
+from peagle.verifier.generation import Generation, GenerationSettings, generate_batch
+from peagle.verifier.generation_cache import GrowingCache
+
+MAX_BATCH_TOKENS = 1 << 16
+"""Padded tokens of one batch: bounds memory when rows are long, whatever the batch size."""
+
+
+@dataclass(frozen=True)
+class PassStates:
+    """One row of one pass, on the CPU, in the verifier's dtype."""
+
+    aux_states: Tensor
+    """[num_tokens, num_aux_layers * hidden_size]"""
+    last_states: Tensor
+    """Before the final norm, [num_tokens, hidden_size]."""
+    choice_ids: list[int]
+    """The verifier's own next-token choice at the positions asked for."""
+
+
+class TransformersVerifier:
+    """A verifier in this process.
+
+    Args:
+        facts: what to load.
+        dtype: "auto" for the verifier's own, else "float32", "bfloat16", "float16" or a torch dtype.
+        device: "auto" for the first GPU or else the CPU, or a torch device.
+
+    Raises:
+        VerifierError: it cannot be loaded, or weights are missing from its files; one line.
+    """
+
+    def __init__(self, facts: VerifierFacts, dtype: str | torch.dtype, device: str | torch.device) -> None:
+        self.facts = facts
+        self.device = resolve_device(device)
+        self.dtype = resolve_dtype(facts, dtype)
+        self.model = _load_model(facts, self.dtype, self.device)
+        self.decoder = self.model.get_decoder()
+        self.layers = _decoder_layers(self.decoder, facts)
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise VerifierError(f"{facts.name_or_path}: {type(self.model).__name__} has no language-model head")
+        self.lm_head = head
+
+    @property
+    def has_plain_cache(self) -> bool:
+        """Whether every layer is attention, so that keys and values are all that a pass leaves behind."""
+        kinds = getattr(self.decoder.config, "layer_types", None) or ["full_attention"]
+        return set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+    def new_cache(self, capacity: int) -> Any:
+        """An empty key/value cache for rows of at most `capacity` tokens."""
+        if self.has_plain_cache:
+            return GrowingCache(self.facts.num_layers, capacity)
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.decoder.config)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """The verifier's own logits, scaled and soft-capped.
+
+        Args:
+            normed: states after the final norm, [..., hidden_size].
+
+        Returns:
+            float32, [..., vocab_size].
+        """
+        logits: Tensor = self.lm_head(normed).float() * self.facts.logit_scale
+        cap = self.facts.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def states(self, rows: Sequence[list[int]], aux_layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Auxiliary and last states of each row, in the order given.
+
+        Rows of like length run together, padded on the right, where causal attention cannot see it: a row's states are
+        those of running it alone, up to rounding.
+
+        Args:
+            rows: token ids, none empty.
+            aux_layer_ids: see `layers.resolve_aux_layer_ids`.
+
+        Returns:
+            For each row (aux_states [num_tokens, num_aux_layers * hidden_size], last_states [num_tokens, hidden_size]),
+            on the CPU in the verifier's dtype; last_states are before the final norm.
+        """
+        found: dict[int, PassStates] = {}
+        for group in group_by_length([len(row) for row in rows], 16):
+            passed = self.run([rows[i] for i in group], aux_layer_ids, [[] for _ in group])
+            found.update(zip(group, passed))
+        return [(found[i].aux_states, found[i].last_states) for i in range(len(rows))]
+
+    @torch.no_grad()
+    def run(
+        self, rows: Sequence[list[int]], aux_layer_ids: Sequence[int], choice_pos: Sequence[list[int]]
+    ) -> list[PassStates]:
+        """One pass over the rows together.
+
+        Args:
+            rows: token ids.
+            aux_layer_ids: layers to capture.
+            choice_pos: for each row the positions whose next-token choice is wanted, by the model's own norm and head.
+        """
+        ids = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int64)
+        for r, row in enumerate(rows):
+            ids[r, : len(row)] = torch.tensor(row)
+        last_id = self.facts.num_layers
+        with _captured(self.layers, {*aux_layer_ids, last_id}) as captured:
+            output = self.decoder(input_ids=ids.to(self.device), use_cache=False)
+        passed = []
+        for r, (row, positions) in enumerate(zip(rows, choice_pos)):
+            aux = torch.cat([captured[j][r, : len(row)] for j in sorted(aux_layer_ids)], dim=-1)
+            choices = self.lm_head(output.last_hidden_state[r, positions]).argmax(-1).tolist() if positions else []
+            passed.append(PassStates(aux.cpu(), captured[last_id][r, : len(row)].clone().cpu(), choices))
+        return passed
+
+    def generate(
+        self, prompts: Sequence[list[int]], settings: GenerationSettings, seeds: Sequence[int], batch_size: int
+    ) -> Iterator[tuple[int, Generation]]:
+        """Answer prompts, batched, with a key/value cache.
+
+        Args:
+            prompts: token ids, none empty and each shorter than the verifier's limit.
+            settings: lengths, eos, temperature, top-p, tail.
+            seeds: one per prompt: at temperature > 0 a row's answer depends on its seed, not on its batch.
+            batch_size: prompts that run together.
+
+        Yields:
+            (index of the prompt, its answer), as answers end.
+        """
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), batch_size):
+            group = order[start : start + batch_size]
+            done = generate_batch(self, [prompts[i] for i in group], settings, [seeds[i] for i in group])
+            for place, generation in done:
+                yield group[place], generation
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """ "auto" is the first GPU, or else the CPU.
+
+    Raises:
+        VerifierError: no such device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise VerifierError(f"--device {device}: no such device; try cpu or cuda") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise VerifierError(f"--device {device}: torch sees no GPU here")
+    return chosen
+
+
+def resolve_dtype(facts: VerifierFacts, dtype: str | torch.dtype) -> torch.dtype:
+    """ "auto" is the verifier's own dtype."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, facts.dtype if dtype == "auto" else dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise VerifierError(f"--dtype {dtype}: expected auto, float32, bfloat16 or float16")
+    return found
+
+
+def group_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Indices in groups of like length: at most `batch_size` rows and `MAX_BATCH_TOKENS` padded tokens each.
+
+    A function of the lengths alone, so that a resumed job forms the groups of the first run.
+
+    Example:
+        Lengths 5, 90, 7, 80 in groups of two: [1, 3], [2, 0]. The longest come first, so that memory runs out at once
+        or never.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    groups: list[list[int]] = []
+    for i in order:
+        full = not groups or len(groups[-1]) >= batch_size
+        if full or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > MAX_BATCH_TOKENS:
+            groups.append([])
+        groups[-1].append(i)
+    return groups
+
+
+@contextlib.contextmanager
+def _captured(layers: nn.ModuleList, ids: set[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the residual stream at layer ids during a pass: 0 enters the first layer, j leaves layer j - 1."""
+    found: dict[int, Tensor] = {}
+    handles = []
+
+    def keep_output(layer_id: int) -> Any:
+        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
+            found[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def keep_input(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
+        found[0] = arguments[0] if arguments else named["hidden_states"]
+
+    try:
+        for layer_id in ids:
+            if layer_id == 0:
+                handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+            else:
+                handles.append(layers[layer_id - 1].register_forward_hook(keep_output(layer_id)))
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _load_model(facts: VerifierFacts, dtype: torch.dtype, device: torch.device) -> Any:
+    import transformers
+    from transformers.utils import logging as hf_logging
+
+    name, trust = facts.name_or_path, facts.trust_remote_code
+    shows_bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+        auto: Any = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        model, report = auto.from_pretrained(name, dtype=dtype, trust_remote_code=trust, output_loading_info=True)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise VerifierError(f"{name}: cannot be loaded: {first_line(error)}") from None
+    finally:
+        if shows_bars:
+            hf_logging.enable_progress_bar()
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise VerifierError(
+            f"{name}: its files lack {len(missing)} of the model's tensors (first: {missing[0]}); they would be random"
+        )
+    model.eval().requires_grad_(False)
+    return model if facts.quantization else model.to(device)
+
+
+def _decoder_layers(decoder: nn.Module, facts: VerifierFacts) -> nn.ModuleList:
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == facts.num_layers:
+            return module
+    raise VerifierError(f"{facts.name_or_path}: {type(decoder).__name__} has no list of {facts.num_layers} layers")
