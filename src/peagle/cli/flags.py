@@ -88,11 +88,16 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     if annotation is bool:
         flag += "/--no-" + key.replace("_", "-")
     kind = annotation if typing.get_origin(annotation) is list else annotation | None
-    return _option(key, kind, flag, help_text, str(extra.get("panel", "Options")))
+    aliases = extra.get("aliases", [])
+    names = [flag, *(str(alias) for alias in aliases)] if isinstance(aliases, list) else [flag]
+    return _option(key, kind, names, help_text, str(extra.get("panel", "Options")))
 
 
-def _option(key: str, kind: Any, flag: str, text: str, panel: str, default: Any = None) -> inspect.Parameter:
-    option = typer.Option(flag, help=text, rich_help_panel=panel, show_default=False)
+def _option(
+    key: str, kind: Any, names: str | list[str], text: str, panel: str, default: Any = None
+) -> inspect.Parameter:
+    names = [names] if isinstance(names, str) else names
+    option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
     return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 

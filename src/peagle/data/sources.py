@@ -29,6 +29,8 @@ class Part:
     source: str
     origin: str
     read: Callable[[], Iterator[Numbered]]
+    path: Path | None
+    """The file, if it is one on this machine."""
 
 
 def read_conversations(specs: Sequence[str], max_samples: int | None) -> Iterator[Conversation | Rejected]:
@@ -53,7 +55,11 @@ def read_conversations(specs: Sequence[str], max_samples: int | None) -> Iterato
 
 def read_rows(specs: Sequence[str], max_samples: int | None, mode: Mode) -> Iterator[Row | Rejected]:
     """Like `read_conversations`, with token rows (and in text mode, rendered text) too."""
-    parts = [part for spec in specs for part in parts_of(spec)]
+    yield from read_parts([part for spec in specs for part in parts_of(spec)], max_samples, mode)
+
+
+def read_parts(parts: Sequence[Part], max_samples: int | None, mode: Mode) -> Iterator[Row | Rejected]:
+    """Like `read_rows`, from parts that were looked up before."""
     row_ids = RowIds()
     for part, line, record in _in_order(parts, max_samples):
         source, own_id = part.source, None
@@ -88,14 +94,14 @@ def parts_of(spec: str) -> list[Part]:
     if parts is None:
         known = ", ".join(sorted(HUB_SETS))
         raise DataError(f"--data {spec}: neither a file, nor a folder, nor a data set; known names are {known}")
-    return [Part(name or part.source, spec, lambda part=part: read_hub(part)) for part in parts]
+    return [Part(name or part.source, spec, lambda part=part: read_hub(part), None) for part in parts]
 
 
 def _file_part(path: Path, name: str | None) -> Part:
     stem = path.name[: -len(next(suffix for suffix in (*SUFFIXES, "") if path.name.lower().endswith(suffix))) or None]
     if name is None and stem.lower() in SPLIT_NAMES:
         stem = path.resolve().parent.name or stem
-    return Part(name or stem, str(path), lambda: read_file(path))
+    return Part(name or stem, str(path), lambda: read_file(path), path)
 
 
 def _folder_parts(path: Path, name: str | None) -> list[Part]:
@@ -110,7 +116,7 @@ def _folder_parts(path: Path, name: str | None) -> list[Part]:
             raise DataError(
                 f"--data {path}: has the splits {', '.join(table)}; name one, as {path}/{next(iter(table))}"
             )
-        return [Part(name or path.name, str(path), lambda: rows_of(table))]
+        return [Part(name or path.name, str(path), lambda: rows_of(table), None)]
     files = sorted(file for file in path.iterdir() if file.is_file() and is_data_file(file))
     if not files:
         raise DataError(f"--data {path}: the folder has no {', '.join(SUFFIXES)} file")

@@ -1,0 +1,111 @@
+"""Showing prepared rows to a person: what is supervised, what is not, and why rows are missing."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from peagle.data.config import InspectConfig
+from peagle.data.model import load_tokenizer
+from peagle.data.prepared import Prepared, load_prepared
+from peagle.data.rows import TokenRow
+from peagle.errors import DataError
+
+PROMPT, SUPERVISED, TAIL = "prompt", "supervised", "tail"
+_STYLES = {PROMPT: "dim", SUPERVISED: "bold black on green", TAIL: "black on yellow"}
+_MARKS = {PROMPT: ("", ""), SUPERVISED: ("[[", "]]"), TAIL: ("{{", "}}")}
+
+
+def inspect(config: InspectConfig) -> int:
+    """Print rows with the supervised tokens highlighted; plain marks `[[ ]]` where the output is no terminal.
+
+    Raises:
+        PeagleError: not a prepared folder, or no such row.
+    """
+    prepared = load_prepared(config.folder)
+    model = config.model or prepared.summary["model"]
+    tokenizer = load_tokenizer(model, config.trust_remote_code)
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    console.print(_header(prepared))
+    for index in _chosen(prepared, config):
+        row = prepared.row(index)
+        console.print()
+        console.print(f"row {index}  {describe(row)}")
+        console.print(highlighted(tokenizer, row, console.is_terminal))
+        if config.ids:
+            console.print("ids " + " ".join(map(str, row.input_ids)))
+    return 0
+
+
+def _header(prepared: Prepared) -> str:
+    summary = prepared.summary
+    share = 100 * summary["supervised_tokens"] / summary["tokens"]
+    lines = [
+        f"{prepared.folder}: {summary['rows']} rows of {summary['kept']} conversations for {summary['model']}",
+        f"{summary['tokens']} tokens, {share:.1f} % supervised; read {summary['read']}, "
+        f"dropped {sum(summary['dropped'].values())}, cut {summary['rows_cut']} at {summary['seq_length']}",
+    ]
+    lines += [f"  dropped {number}: {reason}" for reason, number in summary["dropped"].items()]
+    lines += [f"  mended {number}: {repair}" for repair, number in summary["repaired"].items()]
+    lines += [f"  {number} rows of {source}" for source, number in summary["sources"].items()]
+    return "\n".join(lines)
+
+
+def _chosen(prepared: Prepared, config: InspectConfig) -> list[int]:
+    if config.row_id is not None:
+        index = prepared.index_of().get(config.row_id)
+        if index is None:
+            raise DataError(f"{config.folder}: no row with the id {config.row_id!r}")
+        return [index]
+    places: Iterator[int] = iter(range(len(prepared)))
+    if config.source is not None:
+        places = (i for i, source in enumerate(prepared.table["source"]) if source == config.source)
+    chosen = list(itertools.islice(places, config.start, config.start + config.rows))
+    if not chosen:
+        wanted = f" of source {config.source!r}" if config.source else ""
+        raise DataError(f"{config.folder}: no row{wanted} from {config.start} on; there are {len(prepared)} rows")
+    return chosen
+
+
+def describe(row: TokenRow) -> str:
+    """One line of facts about a row."""
+    parts = [row.row_id, f"source {row.source}", f"{len(row.input_ids)} tokens", f"{sum(row.loss_mask)} supervised"]
+    if row.tail_length:
+        parts.append(f"tail {row.tail_length}")
+    if row.next_is_supervised:
+        parts.append("cut inside a reply")
+    return "  ".join(parts)
+
+
+def runs(row: TokenRow) -> list[tuple[str, list[int]]]:
+    """The row as maximal runs of prompt, supervised and tail tokens."""
+    ends = len(row.input_ids) - row.tail_length
+    kinds = [
+        TAIL if place >= ends else SUPERVISED if supervised else PROMPT
+        for place, supervised in enumerate(row.loss_mask)
+    ]
+    grouped = itertools.groupby(zip(kinds, row.input_ids), key=lambda pair: pair[0])
+    return [(kind, [token for _, token in pairs]) for kind, pairs in grouped]
+
+
+def highlighted(tokenizer: Any, row: TokenRow, is_terminal: bool) -> Text:
+    """The row's text, each run in its colour or between its marks; control characters are shown as escapes."""
+    out = Text()
+    for kind, ids in runs(row):
+        text = visible(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        if is_terminal:
+            out.append(text, style=_STYLES[kind])
+        else:
+            before, behind = _MARKS[kind]
+            out.append(before + text + behind)
+    return out
+
+
+def visible(text: str) -> str:
+    """Text that cannot play tricks on a terminal: control characters but newline and tab as escapes."""
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,0 +1,69 @@
+"""What `peagle prepare` needs of the verifier: its tokenizer and how many rows its embedding has; never its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from peagle.errors import VerifierError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+
+
+def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
+    """Load a verifier's tokenizer.
+
+    Raises:
+        VerifierError: there is no such model, or it has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    _need_folder(name_or_path)
+    path = Path(name_or_path)
+    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        raise VerifierError(f"{name_or_path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, ...)")
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers and hub clients raise bare Exceptions
+        raise VerifierError(f"{name_or_path}: the tokenizer cannot be loaded ({_first_line(error)})") from None
+
+
+def load_vocab_size(name_or_path: str, trust_remote_code: bool) -> int:
+    """Rows of the verifier's embedding, from its config: often more than the tokenizer has tokens (bug report T05).
+
+    Raises:
+        VerifierError: there is no config, or it gives no vocabulary size.
+    """
+    from transformers import AutoConfig
+
+    _need_folder(name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        size = config.get_text_config().vocab_size
+    except Exception as error:
+        raise VerifierError(f"{name_or_path}: config.json gives no vocabulary size ({_first_line(error)})") from None
+    if not isinstance(size, int) or size < 1:
+        raise VerifierError(f"{name_or_path}: config.json has vocab_size {size!r}, expected a positive number")
+    return size
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """A hash of everything that decides a tokenizer's ids: two runs with the same one may share data."""
+    if tokenizer.is_fast:
+        text = tokenizer.backend_tokenizer.to_str()
+    else:
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        text = json.dumps([type(tokenizer).__name__, vocabulary, sorted(tokenizer.special_tokens_map.items())])
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _need_folder(name_or_path: str) -> None:
+    looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
+    if looks_like_path and not Path(name_or_path).is_dir():
+        raise VerifierError(f"{name_or_path}: no such folder")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,278 @@
+"""The stage `peagle prepare`: everything that was read is kept or listed with its reason, and the counts add up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import peagle
+from peagle import log
+from peagle.data.config import PrepareConfig
+from peagle.data.conversation import Rejected
+from peagle.data.model import load_tokenizer, load_vocab_size, tokenizer_sha256
+from peagle.data.prepared import read_summary
+from peagle.data.sources import Part, parts_of, read_parts
+from peagle.data.template import ChatTemplate, template_text
+from peagle.data.text_rows import TextMarks, marks_of_pattern, marks_of_template
+from peagle.data.tokenize import NO_REPLY, NO_SPAN, NO_TOKEN, Outcome, RowTokenizer
+from peagle.data.workers import ordered_map
+from peagle.data.writer import REJECTED, RowsWriter, remove_prepared
+from peagle.errors import ConfigError, DataError, TemplateError
+from peagle.files import sha256_file
+
+logger = logging.getLogger(__name__)
+_TINY_SHARE = 0.01
+_SHOWN = 3
+
+
+@dataclass
+class Counts:
+    """What happened to the rows that were read. Always: read = kept + the sum of dropped."""
+
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_turns: Counter[str] = field(default_factory=Counter)
+    repaired: Counter[str] = field(default_factory=Counter)
+    methods: Counter[str] = field(default_factory=Counter)
+    cut: int = 0
+    unsupervised_tokens: int = 0
+    examples: dict[str, list[Rejected]] = field(default_factory=dict)
+    """The first few rejected rows of each reason."""
+    example_ids: list[int] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one row that was read."""
+        self.read += 1
+        self.dropped_turns.update(outcome.dropped_turns)
+        self.repaired.update(outcome.repairs)
+        self.cut += outcome.num_cut
+        self.unsupervised_tokens += outcome.num_unsupervised
+        if outcome.rejected is None:
+            self.kept += 1
+            self.methods[outcome.method] += 1
+            return
+        self.dropped[outcome.rejected.reason] += 1
+        first = self.examples.setdefault(outcome.rejected.reason, [])
+        if len(first) < _SHOWN:
+            first.append(outcome.rejected)
+        self.example_ids = self.example_ids or outcome.example
+
+
+def prepare(config: PrepareConfig) -> int:
+    """Read conversations, tokenize them as the verifier's server would, and write the rows that training reads.
+
+    Returns:
+        0 when rows were written, or when the folder holds the very same preparation already.
+
+    Raises:
+        PeagleError: the model, the template or a file cannot be used, or no row is left.
+    """
+    started_s = time.monotonic()
+    tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+    vocab_size = load_vocab_size(config.model, config.trust_remote_code)
+    template, no_template = _template(config, tokenizer)
+    marks = _marks(config, tokenizer, template)
+    parts = [part for spec in config.data for part in parts_of(spec)]
+    made_from = _made_from(config, tokenizer, vocab_size, parts)
+    if _is_done(config, made_from):
+        return 0
+    convert = RowTokenizer(template, marks, no_template, vocab_size, config.seq_length, config.minimum_valid_tokens)
+    counts = Counts()
+    with RowsWriter(config.output, vocab_size) as writer:
+        rows = read_parts(parts, config.max_samples, config.mode)
+        total = _total(parts, config.max_samples)
+        with log.progress("prepare", total, "conversations") as meter:
+            for outcome in ordered_map(convert, rows, config.num_preprocessing_workers):
+                counts.add(outcome)
+                _write(writer, outcome)
+                meter.advance(1)
+        _report(counts)
+        if writer.num_rows == 0:
+            remove_prepared(config.output)
+            writer.finish_empty()
+            raise DataError(_why_nothing(config, counts, marks, tokenizer))
+        summary = _summary(config, counts, writer, made_from)
+        writer.finish(summary)
+    seconds = round(time.monotonic() - started_s, 2)
+    log.write_run(config.output, "prepare", config, {**summary, "seconds": seconds})
+    share = writer.num_supervised / writer.num_tokens
+    logger.info(
+        "read %d, wrote %d rows (%d tokens, %.1f %% supervised) of %d conversations to %s, dropped %d, in %s",
+        counts.read, writer.num_rows, writer.num_tokens, 100 * share, counts.kept, config.output,
+        sum(counts.dropped.values()), log.duration(seconds),
+    )  # fmt: skip
+    if share < _TINY_SHARE:
+        logger.warning(
+            "only %.2f %% of the tokens are supervised; look at them with `peagle inspect %s`",
+            100 * share,
+            config.output,
+        )
+    return 0
+
+
+def _template(config: PrepareConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:
+    """The chat template in use, or None and why there is none: rows that are tokenized already need none."""
+    options: Any = {}
+    if config.chat_template_kwargs:
+        try:
+            options = json.loads(config.chat_template_kwargs)
+        except ValueError:
+            options = None
+        if not isinstance(options, dict):
+            raise ConfigError(f"--chat-template-kwargs: expected a JSON object, found {config.chat_template_kwargs!r}")
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = config.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {config.chat_template}: cannot be read ({error})") from None
+    try:
+        return ChatTemplate(tokenizer, options), ""
+    except TemplateError as error:
+        return None, str(error)
+
+
+def _marks(config: PrepareConfig, tokenizer: Any, template: ChatTemplate | None) -> TextMarks | None:
+    if config.mode == "chat":
+        if config.assistant_pattern is not None:
+            raise ConfigError("--assistant-pattern goes with --mode text; in chat mode the template gives the replies")
+        return None
+    if not tokenizer.is_fast:
+        raise DataError(f"{config.model}: --mode text needs a fast tokenizer (one with a tokenizer.json)")
+    if config.assistant_pattern is not None:
+        return marks_of_pattern(tokenizer, config.assistant_pattern)
+    if template is None:
+        raise TemplateError(f"{config.model}: no chat template to take markers from; give --assistant-pattern")
+    return marks_of_template(template)
+
+
+def _made_from(config: PrepareConfig, tokenizer: Any, vocab_size: int, parts: list[Part]) -> dict[str, Any]:
+    """Everything that decides the result: with the same values a second run would write the same rows."""
+    try:
+        template = hashlib.sha256(template_text(tokenizer).encode()).hexdigest()
+    except TemplateError:
+        template = None
+    settings = config.model_dump(
+        mode="json", exclude={"output", "overwrite", "num_preprocessing_workers", "chat_template", "trust_remote_code"}
+    )
+    inputs = {part.origin: sha256_file(part.path) if part.path else None for part in parts}
+    return {
+        "peagle": peagle.__version__,
+        "settings": settings,
+        "inputs": inputs,
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "template_sha256": template,
+        "vocab_size": vocab_size,
+    }
+
+
+def _is_done(config: PrepareConfig, made_from: dict[str, Any]) -> bool:
+    """Whether the folder holds this very preparation.
+
+    Raises:
+        DataError: it holds another one, and --overwrite was not given.
+    """
+    summary = read_summary(config.output)
+    if summary is None or config.overwrite:
+        return False
+    found = summary.get("made_from")
+    if found == made_from:
+        logger.info("%s: prepared already from the same data with the same settings; nothing to do", config.output)
+        return True
+    odd = [key for key in made_from if not isinstance(found, dict) or found.get(key) != made_from[key]]
+    raise DataError(
+        f"{config.output}: holds rows that were prepared otherwise (differs: {', '.join(odd)}). "
+        "Give --overwrite to replace them, or another --output."
+    )
+
+
+def _total(parts: list[Part], limit: int | None) -> int:
+    """How many rows there are to read, for the progress bar: counted where that is cheap, else guessed from size."""
+    total = 0
+    for part in parts:
+        if part.path is None:
+            return limit or 0
+        if part.path.suffix.lower() in (".jsonl", ".ndjson"):
+            with open(part.path, "rb") as handle:
+                total += sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))
+        else:
+            total += part.path.stat().st_size // 4000
+    return max(1, min(total, limit) if limit else total)
+
+
+def _write(writer: RowsWriter, outcome: Outcome) -> None:
+    for row in outcome.rows:
+        writer.add(row)
+    if outcome.rejected is not None:
+        writer.reject(outcome.rejected)
+    elif outcome.repairs:
+        writer.repaired(outcome.origin, outcome.line, outcome.row_id, outcome.repairs)
+
+
+def _report(counts: Counts) -> None:
+    """Say what was dropped and mended, each reason with its count and the first places."""
+    for reason, number in counts.dropped.most_common():
+        shown = "; ".join(f"{row.origin}:{row.line} ({row.detail})" for row in counts.examples[reason])
+        more = f"; ... all in {REJECTED}" if number > _SHOWN else ""
+        logger.warning("dropped %d: %s: %s%s", number, reason, shown, more)
+    for reason, number in counts.dropped_turns.most_common():
+        logger.warning("dropped %d replies of conversations that were kept: %s", number, reason)
+    for repair, number in counts.repaired.most_common():
+        logger.info("mended %d: %s", number, repair)
+    if counts.cut:
+        logger.info("cut %d rows at --seq-length", counts.cut)
+
+
+def _why_nothing(config: PrepareConfig, counts: Counts, marks: TextMarks | None, tokenizer: Any) -> str:
+    """One line for a run that kept nothing: the reasons, an example as it was seen, and what to do."""
+    if counts.read == 0:
+        return f"{', '.join(config.data)}: no rows in it"
+    reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.most_common(4))
+    main = counts.dropped.most_common(1)[0][0]
+    first = counts.examples[main][0]
+    parts = [f"no row is left of {counts.read} read ({reasons}); first {first.origin}:{first.line}: {first.detail}."]
+    if main == NO_SPAN:
+        parts.append(f"0 of {counts.unsupervised_tokens} tokens supervised.")
+        if marks is not None:
+            looked = marks.pattern.pattern if marks.pattern else marks.header
+            parts.append(f"Looked for {looked!r}: was the text rendered for another model than {config.model}?")
+    elif main == NO_TOKEN:
+        parts.append(f"Raise --seq-length (now {config.seq_length}), or use data with shorter prompts.")
+    elif main == NO_REPLY:
+        parts.append(f"Run `peagle regenerate --model {config.model}` on this data and prepare what it writes.")
+    elif main in ("unstable template", "template refuses the row", "template drops tool turns"):
+        parts.append(f"The chat template of {config.model} is at fault; another can be given with --chat-template.")
+    if counts.example_ids:
+        text = tokenizer.decode(counts.example_ids, skip_special_tokens=False)
+        parts.append(f"Example: {text[:200]!r}")
+    parts.append(f"All reasons: {config.output / REJECTED}")
+    return " ".join(parts)
+
+
+def _summary(config: PrepareConfig, counts: Counts, writer: RowsWriter, made_from: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "model": config.model,
+        "seq_length": config.seq_length,
+        "vocab_size": made_from["vocab_size"],
+        "tokenizer_sha256": made_from["tokenizer_sha256"],
+        "template_sha256": made_from["template_sha256"],
+        "rows_sha256": writer.rows_sha256(),
+        "read": counts.read,
+        "kept": counts.kept,
+        "dropped": dict(counts.dropped.most_common()),
+        "dropped_turns": dict(counts.dropped_turns.most_common()),
+        "repaired": dict(counts.repaired.most_common()),
+        "mask_from": dict(counts.methods.most_common()),
+        "rows": writer.num_rows,
+        "rows_cut": counts.cut,
+        "tokens": writer.num_tokens,
+        "supervised_tokens": writer.num_supervised,
+        "sources": dict(sorted(writer.sources.items())),
+        "made_from": made_from,
+    }
