@@ -1,0 +1,199 @@
+"""The pruned draft vocabulary: which of the verifier's tokens a drafter can draft, and the two tables that say so.
+
+`d2t` holds OFFSETS, as vLLM reads it: verifier id = draft id + d2t[draft id]. `t2d` is True at the verifier ids that can
+be drafted. Selected ids 2, 5, 9 give d2t 2, 4, 7. All tables are sized by the verifier's embedding, never by its
+tokenizer, which may have fewer tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle.data.prepared import Prepared
+from peagle.data.template import template_text
+from peagle.errors import ConfigError, DataError, TemplateError
+from peagle.files import whole_file
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocab:
+    """The verifier's tokens that can be drafted. Draft ids count them in ascending order."""
+
+    ids: Tensor
+    """Verifier id of each draft id, ascending, int64, [draft_vocab_size]."""
+    d2t: Tensor
+    """Verifier id minus draft id, int64, [draft_vocab_size]."""
+    t2d: Tensor
+    """Whether a verifier id can be drafted, bool, [vocab_size]."""
+
+    @property
+    def size(self) -> int:
+        """The draft vocabulary's size."""
+        return len(self.ids)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every token can be drafted; then d2t is all zeros, and a checkpoint needs no tables."""
+        return len(self.ids) == len(self.t2d)
+
+    def mass_left_out(self, frequencies: Tensor) -> float:
+        """Share of the supervised tokens that cannot be drafted, 0 to 1: no drafter can be accepted there.
+
+        Args:
+            frequencies: counts of supervised ids, int64, [vocab_size].
+        """
+        total = int(frequencies.sum())
+        return 0.0 if total == 0 else int(frequencies[~self.t2d].sum()) / total
+
+    def to_verifier_ids(self, draft_ids: Tensor) -> Tensor:
+        """Verifier ids of draft ids, int64, same shape."""
+        return draft_ids + self.d2t.to(draft_ids.device)[draft_ids]
+
+    def to_draft_ids(self, verifier_ids: Tensor) -> Tensor:
+        """Draft ids of verifier ids, -1 for tokens that cannot be drafted, int64, same shape."""
+        table = torch.cumsum(self.t2d.to(torch.int64), 0) - 1
+        table = torch.where(self.t2d, table, torch.full_like(table, -1))
+        return table.to(verifier_ids.device)[verifier_ids]
+
+
+@dataclass(frozen=True)
+class VocabOrigin:
+    """What a draft vocabulary was made from; a saved one is used only where all of it agrees."""
+
+    rows_sha256: str
+    tokenizer_sha256: str
+    vocab_size: int
+    draft_vocab_size: int
+
+
+def build_vocab(frequencies: Tensor, size: int, must_keep_ids: Collection[int], vocab_size: int) -> DraftVocab:
+    """Choose the draft vocabulary: what must be kept, then the most frequent, then unseen ids from the lowest.
+
+    Ids beyond the tokenizer (the padding of the embedding, the highest ids) are therefore taken last of all.
+
+    Args:
+        frequencies: counts of supervised ids, int64, [vocab_size].
+        size: the draft vocabulary's size, 1 to vocab_size.
+        must_keep_ids: ids that are in it whatever their count (see `must_keep_ids`).
+        vocab_size: rows of the verifier's embedding.
+
+    Raises:
+        ConfigError: size is out of range, smaller than what must be kept, or an id is beyond the vocabulary.
+
+    Example:
+        frequencies [0, 4, 0, 9, 1], size 3, must_keep_ids {0}: ids 0, 1, 3, d2t 0, 0, 1, t2d true at 0, 1, 3.
+    """
+    if len(frequencies) != vocab_size:
+        raise ConfigError(f"token frequencies count {len(frequencies)} ids, the verifier has {vocab_size}")
+    if not 1 <= size <= vocab_size:
+        raise ConfigError(f"--draft-vocab-size {size}: expected 1 to {vocab_size}, the verifier's vocabulary")
+    keep = sorted(set(must_keep_ids))
+    if keep and not (keep[0] >= 0 and keep[-1] < vocab_size):
+        raise ConfigError(f"ids to keep go from {keep[0]} to {keep[-1]}, the verifier has 0 to {vocab_size - 1}")
+    if len(keep) > size:
+        raise ConfigError(
+            f"--draft-vocab-size {size}: {len(keep)} end and control tokens must be kept; give at least that many"
+        )
+    rank = frequencies.to(torch.int64).clone()
+    rank[torch.tensor(keep, dtype=torch.int64)] = torch.iinfo(torch.int64).max
+    chosen = torch.sort(rank, descending=True, stable=True).indices[:size]
+    return vocab_of_ids(chosen, vocab_size)
+
+
+def vocab_of_ids(ids: Iterable[int] | Tensor, vocab_size: int) -> DraftVocab:
+    """The draft vocabulary of chosen verifier ids, in any order."""
+    chosen = torch.as_tensor(list(ids) if not isinstance(ids, Tensor) else ids, dtype=torch.int64)
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[chosen] = True
+    ordered = torch.nonzero(t2d).flatten()
+    return DraftVocab(ordered, ordered - torch.arange(len(ordered)), t2d)
+
+
+def must_keep_ids(tokenizer: Any, eos_token_ids: Iterable[int], frequencies: Tensor) -> tuple[int, ...]:
+    """Ids without which a drafter stumbles: every end token, the template's control tokens, special tokens in use.
+
+    Control tokens are the added tokens that the chat template names; special tokens in use are those that are
+    supervised somewhere. Reserved special tokens that nothing ever writes are left to their counts.
+
+    Args:
+        tokenizer: the verifier's tokenizer.
+        eos_token_ids: the verifier's end tokens.
+        frequencies: counts of supervised ids, int64, [vocab_size].
+
+    Returns:
+        Ids below vocab_size, ascending.
+    """
+    vocab_size = len(frequencies)
+    keep = {int(token) for token in eos_token_ids}
+    if tokenizer.eos_token_id is not None:
+        keep.add(int(tokenizer.eos_token_id))
+    try:
+        template = template_text(tokenizer)
+    except TemplateError:
+        template = ""
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        is_named = bool(token.content) and re.search(re.escape(token.content), template) is not None
+        is_used = int(token_id) < vocab_size and int(frequencies[int(token_id)]) > 0
+        if is_named or is_used:
+            keep.add(int(token_id))
+    return tuple(sorted(token for token in keep if 0 <= token < vocab_size))
+
+
+def choose_vocab(prepared: Prepared, tokenizer: Any, eos_token_ids: Iterable[int], size: int | None) -> DraftVocab:
+    """The draft vocabulary for prepared rows; None asks for the verifier's own.
+
+    It is a function of its arguments and takes milliseconds, so nothing is cached and every rank finds the same one.
+
+    Raises:
+        ConfigError: see `build_vocab`.
+    """
+    vocab_size = int(prepared.summary["vocab_size"])
+    keep = must_keep_ids(tokenizer, eos_token_ids, prepared.frequencies) if size is not None else ()
+    return build_vocab(prepared.frequencies, size if size is not None else vocab_size, keep, vocab_size)
+
+
+def origin_of(prepared: Prepared, size: int) -> VocabOrigin:
+    """What a vocabulary of that size for these rows is made from."""
+    summary = prepared.summary
+    return VocabOrigin(summary["rows_sha256"], summary["tokenizer_sha256"], int(summary["vocab_size"]), size)
+
+
+def save_vocab(path: Path, vocab: DraftVocab, origin: VocabOrigin) -> None:
+    """Write d2t and t2d with what they were made from, as safetensors."""
+    from safetensors.torch import save_file
+
+    tensors = {"d2t": vocab.d2t.contiguous(), "t2d": vocab.t2d.contiguous()}
+    with whole_file(path) as temporary:
+        save_file(tensors, str(temporary), metadata={"origin": json.dumps(asdict(origin))})
+
+
+def load_vocab(path: Path, origin: VocabOrigin) -> DraftVocab:
+    """Read a saved vocabulary, if it was made from the same data, tokenizer and sizes.
+
+    Raises:
+        DataError: it was made from something else (the message names what), or its tables do not fit together.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            found = json.loads((file.metadata() or {})["origin"])
+            d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise DataError(f"{path}: not a draft vocabulary ({str(error).splitlines()[0]})") from None
+    wanted = asdict(origin)
+    odd = [f"{key} {found.get(key)}, expected {wanted[key]}" for key in wanted if found.get(key) != wanted[key]]
+    if odd:
+        raise DataError(f"{path}: made from something else: {'; '.join(odd)}. Remove it, and it is made anew.")
+    vocab = vocab_of_ids(torch.nonzero(t2d).flatten(), len(t2d))
+    if not torch.equal(vocab.d2t, d2t):
+        raise DataError(f"{path}: d2t and t2d do not belong together")
+    return vocab
