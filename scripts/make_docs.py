@@ -61,7 +61,9 @@ def flag(key: str, field: FieldInfo) -> str:
     if key == "extra_args":
         return "`-- ...`"
     name = key.replace("_", "-")
-    return f"`--{name}` / `--no-{name}`" if field.annotation is bool else f"`--{name}`"
+    aliases = extra.get("aliases")
+    others = "".join(f", `{alias}`" for alias in aliases) if isinstance(aliases, list) else ""
+    return (f"`--{name}` / `--no-{name}`" if field.annotation is bool else f"`--{name}`") + others
 
 
 def page(command: str, config_type: type[StageConfig], text: str) -> str:
@@ -82,8 +84,8 @@ def page(command: str, config_type: type[StageConfig], text: str) -> str:
     for name in order:
         out += [f"## {name}", "", "| flag | takes | default | meaning |", "|---|---|---|---|", *groups[name], ""]
     out += [
-        "Every command also takes `--config FILE` (YAML with these settings, a dash written as `_`; flags win over it), `--quiet`",
-        "(warnings and errors only) and `--verbose`.",
+        "Every command also takes `--config FILE` (YAML with these settings, dashes written as `_`; flags win over it),",
+        "`--quiet` (warnings and errors only) and `--verbose`.",
         "",
     ]
     return "\n".join(out)
@@ -105,7 +107,7 @@ def index() -> str:
         "| status | means |",
         "|---|---|",
         "| 0 | done |",
-        "| 1 | a measurement failed its bar (a checkpoint that `check` refuses, answers that are not identical), or a bug |",
+        "| 1 | a measurement failed its bar (a checkpoint that `check` refuses, answers that differ), or a bug |",
         "| 2 | something you can mend; one line says what and how |",
         "| 130 | interrupted; the same command goes on where it stopped |",
         "",

@@ -1,0 +1,185 @@
+"""What a recipe will take: disk, memory and time, from sizes and arithmetic, before anything runs.
+
+Bytes are 10^9 to the GB. Work is counted in multiply-adds. Time is work over the rate that this machine reaches in a
+matrix product measured on the spot, times an efficiency; it says what to expect here, to a factor of two.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.road.recipe import Recipe, Sizes, Stage
+
+# Without prepared rows at hand: conversations fill this share of the length limit, and this share of them is replies.
+ASSUMED_FILL, ASSUMED_SUPERVISED = 0.3, 0.6
+NUM_AUX_LAYERS = 3
+_MFU = 0.4
+_DECODE_SHARE = 0.05  # decoding reads every weight for a few tokens: far from the matrix rate
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that will be trained on."""
+
+    num_rows: int
+    num_tokens: int
+    num_supervised: int
+    is_counted: bool
+    """Read from prepared rows; else assumed."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One stage; None where nothing can be said."""
+
+    disk_bytes: float | None
+    memory_bytes: float | None
+    seconds: float | None
+
+
+def drafter_parameters(sizes: Sizes, num_layers: int, draft_vocab_size: int) -> tuple[int, int, int]:
+    """Parameters of a drafter: (its layers' matrices, embedding and `fc`, the frozen head).
+
+    Example:
+        Qwen3-8B (hidden 4096, MLP 12288, 32 query and 8 key heads of 128, vocabulary 151,936), 4 layers: 796,917,760
+        in the layers, 672,661,504 in embedding and fc, 622,329,856 in the head.
+    """
+    hidden, kv = sizes.hidden_size, sizes.num_key_value_heads * sizes.head_dim
+    query = sizes.num_attention_heads * sizes.head_dim
+    attention = hidden * (query + 2 * kv) + query * hidden
+    layers = num_layers * (attention + 3 * hidden * sizes.intermediate_size) + hidden * (query + 2 * kv)
+    return layers, sizes.vocab_size * hidden + NUM_AUX_LAYERS * hidden * hidden, draft_vocab_size * hidden
+
+
+def training_bytes(sizes: Sizes, num_layers: int, draft_vocab_size: int, optimizer: str, pack_tokens: int) -> float:
+    """Memory of one training process on a GPU: weights, masters, gradients, optimizer, and the base pass of one pack.
+
+    bfloat16 weights (2 bytes), float32 masters and gradients (4 each), Muon's momentum (4) for the layers' matrices and
+    AdamW's two moments (8) for the rest, one more head for the verifier; the base pass keeps about 8 hidden states, the
+    keys and values and 4 MLP states per layer and token, 2 bytes each; one GB of scratch.
+    """
+    layers, others, head = drafter_parameters(sizes, num_layers, draft_vocab_size)
+    trained = layers + others
+    weights = 2 * (trained + head) + 2 * sizes.vocab_size * sizes.hidden_size
+    state = (4 if optimizer == "muon" else 8) * layers + 8 * others
+    kv = sizes.num_key_value_heads * sizes.head_dim
+    per_token = num_layers * (8 * sizes.hidden_size + 2 * kv + 4 * sizes.intermediate_size)
+    per_token += (NUM_AUX_LAYERS + 1) * sizes.hidden_size
+    return weights + 8 * trained + state + 2 * per_token * pack_tokens + 1e9
+
+
+def store_bytes(rows: Rows, hidden_size: int, bytes_per_value: int) -> float:
+    """Disk of the hidden states: three layers for every token, the last state for every supervised one."""
+    return bytes_per_value * hidden_size * (NUM_AUX_LAYERS * rows.num_tokens + rows.num_supervised)
+
+
+def slots_per_supervised(num_depths: int, ratio: float, floor: float) -> float:
+    """Slots that a supervised position is trained at, over all depths: 1 + sum over d of max(ratio^d, floor)."""
+    return 1 + sum(max(ratio**depth, floor) for depth in range(1, num_depths))
+
+
+def training_work(rows: Rows, sizes: Sizes, settings: dict[str, Any]) -> float:
+    """Multiply-adds of an epoch: three passes' worth of the network per slot, two of the head, one of the verifier."""
+    vocab = int(settings.get("draft_vocab_size") or sizes.vocab_size)
+    layers, _, head = drafter_parameters(sizes, int(settings.get("num_layers", 4)), vocab)
+    depths = int(settings.get("num_depths", 4))
+    slots = rows.num_supervised * slots_per_supervised(
+        depths, float(settings.get("down_sample_ratio", 0.7)), float(settings.get("down_sample_ratio_min", 0.2))
+    )
+    network_slots = rows.num_tokens + slots - rows.num_supervised
+    return (
+        3.0 * layers * network_slots + 2.0 * head * slots + sizes.vocab_size * sizes.hidden_size * rows.num_supervised
+    )
+
+
+def count_rows(recipe: Recipe) -> Rows | None:
+    """The rows of a recipe: counted if they are prepared, else assumed from its limits; None if it has none."""
+    prepared = recipe.output / "prepared" / "summary.json"
+    if prepared.is_file():
+        summary = json.loads(prepared.read_text(encoding="utf-8"))
+        return Rows(int(summary["kept"]), int(summary["tokens"]), int(summary["supervised_tokens"]), True)
+    settings = recipe.prepare or {}
+    num_rows = settings.get("max_samples") or (recipe.extract or {}).get("max_samples")
+    if not num_rows:
+        return None
+    tokens = int(num_rows * float(settings.get("seq_length", 8192)) * ASSUMED_FILL)
+    return Rows(int(num_rows), tokens, int(tokens * ASSUMED_SUPERVISED), False)
+
+
+def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | None, rate: float | None) -> Estimate:
+    """Estimate one stage.
+
+    Args:
+        stage: the stage.
+        recipe: its recipe.
+        sizes: the verifier's; None if they are not known.
+        rows: what is trained on; None if not known.
+        rate: multiply-adds per second of this machine; None to leave time out.
+    """
+    if sizes is None or rows is None:
+        return Estimate(None, None, None)
+    verifier_work = sizes.parameters_billion * 1e9
+    verifier_bytes = 2 * verifier_work + 2e9
+
+    def seconds(work: float, efficiency: float) -> float | None:
+        return None if rate is None else work / (rate * efficiency)
+
+    if stage.name == "regenerate":
+        return Estimate(12.0 * rows.num_tokens, verifier_bytes, seconds(verifier_work * rows.num_tokens, _DECODE_SHARE))
+    if stage.name == "prepare":
+        return Estimate(5.0 * rows.num_tokens, 1e9, rows.num_rows / 150)
+    if stage.name == "extract":
+        disk = store_bytes(rows, sizes.hidden_size, 4 if stage.settings.get("dtype") == "float32" else 2)
+        return Estimate(disk, verifier_bytes, seconds(verifier_work * rows.num_tokens, _MFU))
+    if stage.name == "train":
+        settings = stage.settings
+        vocab = int(settings.get("draft_vocab_size") or sizes.vocab_size)
+        layers, others, head = drafter_parameters(sizes, int(settings.get("num_layers", 4)), vocab)
+        epochs = int(settings.get("epochs", 5))
+        kept = min(epochs, int(settings.get("keep_last") or epochs)) + 1
+        optimizer = str(settings.get("optimizer", "muon"))
+        state = (4 + (4 if optimizer == "muon" else 8)) * layers + 12 * others
+        disk = kept * (2.0 * (layers + others + head) + state)
+        pack = int(settings.get("total_seq_len", 8192))
+        memory = training_bytes(sizes, int(settings.get("num_layers", 4)), vocab, optimizer, pack)
+        work = epochs * training_work(rows, sizes, settings) / recipe.processes
+        return Estimate(disk, memory, seconds(work, _MFU))
+    return Estimate(1e6, verifier_bytes if stage.name == "evaluate" else 1e9, None)
+
+
+def sizes_of(recipe: Recipe) -> Sizes | None:
+    """The verifier's sizes: from its configuration if that can be had, else from the recipe."""
+    from peagle.errors import VerifierError
+    from peagle.verifier.facts import load_facts
+
+    if recipe.sizes is not None and not Path(recipe.verifier).is_dir():
+        return recipe.sizes
+    try:
+        facts = load_facts(recipe.verifier, False)
+    except VerifierError:
+        return recipe.sizes
+    known = {name: getattr(facts, name) for name in Sizes.model_fields if hasattr(facts, name)}
+    sizes = Sizes(**known, parameters_billion=1e-9)
+    layers, _, _ = drafter_parameters(sizes, facts.num_layers, facts.vocab_size)
+    head = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
+    return sizes.model_copy(update={"parameters_billion": (layers + head) / 1e9})
+
+
+def measured_rate() -> float:
+    """Multiply-adds per second of a matrix product here: on the GPU in bfloat16 if there is one, else in float32."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    size = 4096 if on_gpu else 768
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = 0.0
+    for _ in range(5):
+        began_s = time.perf_counter()
+        (a @ a).sum().item()
+        best = max(best, size**3 / (time.perf_counter() - began_s))
+    return best
