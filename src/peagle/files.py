@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +89,10 @@ def sha256_file(path: Path) -> str:
 
 def sha256_ids(ids: list[int]) -> str:
     """SHA-256 of token ids as little-endian int64, in hexadecimal: the identity of a tokenized row."""
-    return hashlib.sha256(b"".join(int(i).to_bytes(8, "little", signed=True) for i in ids)).hexdigest()
+    packed = array.array("q", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return hashlib.sha256(packed.tobytes()).hexdigest()
 
 
 def free_bytes(path: Path) -> int:
