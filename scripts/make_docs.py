@@ -84,8 +84,8 @@ def page(command: str, config_type: type[StageConfig], text: str) -> str:
     for name in order:
         out += [f"## {name}", "", "| flag | takes | default | meaning |", "|---|---|---|---|", *groups[name], ""]
     out += [
-        "Every command also takes `--config FILE` (YAML with these settings, dashes written as `_`; flags win over it),",
-        "`--quiet` (warnings and errors only) and `--verbose`.",
+        "Every command also takes `--config FILE` (YAML with these settings, dashes written as `_`; flags win over",
+        "it), `--quiet` (warnings and errors only) and `--verbose`.",
         "",
     ]
     return "\n".join(out)

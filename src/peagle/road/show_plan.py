@@ -50,10 +50,8 @@ def caption(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], ro
             f"{rows.num_rows:,} prepared rows, {rows.num_tokens:,} tokens, {rows.num_supervised:,} supervised."
         )
     else:
-        parts.append(
-            f"{rows.num_rows:,} rows of {rows.num_tokens // max(rows.num_rows, 1):,} tokens on average are assumed until "
-            "`prepare` has counted them."
-        )
+        mean = rows.num_tokens // max(rows.num_rows, 1)
+        parts.append(f"{rows.num_rows:,} rows of {mean:,} tokens on average are assumed until `prepare` counted them.")
     need = sum(one.disk_bytes or 0 for step, one in zip(steps, found) if step.action != "skip")
     free = free_bytes(recipe.output)
     verdict = "" if need <= free else "  THE DISK IS TOO SMALL."
