@@ -290,9 +290,9 @@ def normal_url(url: str) -> str:
     Raises:
         EndpointError: not an address.
     """
-    text = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-    if "://" not in text:
-        text = f"http://{text}"
+    scheme, given, rest = url.strip().rpartition("://")
+    rest = rest.rstrip("/").removesuffix("/v1").rstrip("/")
+    text = f"{scheme}://{rest}" if given else f"http://{rest}"
     try:
         parsed = httpx.URL(text)
     except httpx.InvalidURL:

@@ -112,7 +112,7 @@ class InProcessSource:
             detokenize=False,
             extra_args={"kv_transfer_params": {"hidden_states_name": name}},
         )
-        self._engine.add_request(name, {"prompt_token_ids": row.input_ids}, parameters)
+        self._engine.add_request(name, {"type": "token", "prompt_token_ids": row.input_ids}, parameters)
 
     def _result(self, row: TokenRow, output: Any) -> RowStates | RowRefused:
         facts = connector_facts(output.kv_transfer_params, "vLLM")

@@ -1,0 +1,165 @@
+"""A local stub that answers like a vLLM server with the connector: states are a known function of the token ids."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, VOCAB, LAYERS = 8, 64, 8
+
+
+def states_of(ids: list[int], layers: int) -> torch.Tensor:
+    """[num_tokens, layers, HIDDEN]: float32, exact."""
+    token = torch.tensor(ids, dtype=torch.float32)[:, None, None]
+    layer = torch.arange(layers, dtype=torch.float32)[None, :, None]
+    return token + 100 * layer + torch.arange(HIDDEN, dtype=torch.float32) / 16
+
+
+Fault = Callable[["FakeServer", int, dict[str, Any]], tuple[int, dict[str, Any]] | str | None]
+
+
+class FakeServer:
+    """Serves until `close`. `fault(server, number, payload)` may answer in its stead: a (status, body), or "drop".
+
+    Attributes set before or between requests: `layer_ids`, `max_model_len`, `facts` (overrides of what the connector
+    says), `write` (replaces the file writer), `requests` (all completions payloads so far).
+    """
+
+    def __init__(self, folder: Path, name: str = "verifier", port: int = 0, fault: Fault | None = None) -> None:
+        self.folder, self.name, self.fault = folder / "in-flight", name, fault
+        self.layer_ids, self.max_model_len = [2, 4, 5, 8], 256
+        self.facts: dict[str, Any] = {}
+        self.has_connector = True
+        self.health, self.write_delay_s = 200, 0.0
+        self.write: Callable[[FakeServer, str, list[int]], None] = FakeServer.write_states
+        self.requests: list[dict[str, Any]] = []
+        self.chats: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self.metrics = ""
+        self.most_open = self._open = 0
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                fake._connections.add(self.connection)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                if self.path == "/health":
+                    self.reply(fake.health, {})
+                elif self.path == "/metrics":
+                    self.send(200, fake.metrics.encode(), "text/plain")
+                elif self.path == "/v1/models" and fake.health == 200:
+                    entry = {"id": fake.name, "root": fake.name, "max_model_len": fake.max_model_len}
+                    self.reply(200, {"data": [entry]})
+                else:
+                    self.reply(fake.health if fake.health != 200 else 404, {"message": "no"})
+
+            def do_POST(self) -> None:
+                payload = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                with fake._lock:
+                    fake.requests.append(payload)
+                    number = len(fake.requests)
+                    fake._open += 1
+                    fake.most_open = max(fake.most_open, fake._open)
+                try:
+                    answer = fake.fault(fake, number, payload) if fake.fault else None
+                    if answer is None:
+                        answer = fake.chat(payload) if "chat" in self.path else fake.complete(payload)
+                    if answer == "drop":
+                        self.close_connection = True
+                        self.connection.close()
+                    else:
+                        self.reply(*answer)
+                except OSError:
+                    pass  # the client has gone
+                finally:
+                    with fake._lock:
+                        fake._open -= 1
+
+            def reply(self, status: int, body: dict[str, Any]) -> None:
+                self.send(status, json.dumps(body).encode(), "application/json")
+
+            def send(self, status: int, body: bytes, kind: str) -> None:
+                self.send_response(status)
+                self.send_header("content-type", kind)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._http.daemon_threads = True
+        self.port = self._http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def close(self) -> None:
+        """Die: later connections are refused, open ones break."""
+        self._http.shutdown()
+        self._http.server_close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def rows(self) -> list[list[int]]:
+        """Prompts asked for, without the client's probe."""
+        return [request["prompt"] for request in self.requests if request.get("prompt") not in (None, [0, 1, 0])]
+
+    def complete(self, payload: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """A completion of one token: the sum of the ids, modulo the vocabulary."""
+        ids = payload["prompt"]
+        if len(ids) + payload["max_tokens"] > self.max_model_len:
+            return 400, {"error": {"message": f"maximum context length is {self.max_model_len}"}}
+        choice: dict[str, Any] = {"token_ids": [sum(ids) % VOCAB], "finish_reason": "length"}
+        if payload.get("prompt_logprobs"):
+            tops = [{str(sum(ids[: i + 1]) % VOCAB): {"rank": 1, "logprob": -0.1}} for i in range(len(ids) - 1)]
+            choice["prompt_logprobs"] = [None, *tops]
+        body: dict[str, Any] = {"choices": [choice]}
+        name = (payload.get("kv_transfer_params") or {}).get("hidden_states_name")
+        if self.has_connector and name:
+            body["kv_transfer_params"] = {
+                "layer_ids": self.layer_ids,
+                "model": self.name,
+                "num_layers": LAYERS,
+                "hidden_size": HIDDEN,
+                "vocab_size": VOCAB,
+                "max_model_len": self.max_model_len,
+                "hidden_states_path": str(self.folder / f"{name}.safetensors"),
+                **self.facts,
+            }
+            self.write(self, name, ids)
+        return 200, body
+
+    def chat(self, payload: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """A chat answer from `chats`."""
+        assert self.chats is not None
+        return 200, self.chats(payload)
+
+    def write_states(self, name: str, ids: list[int]) -> None:
+        """Write a right file, whole."""
+        self.save(name, ids, states_of(ids, len(self.layer_ids)))
+
+    def save(self, name: str, ids: list[int], states: torch.Tensor) -> None:
+        """Write any file, aside and renamed, after `write_delay_s`."""
+        temporary = self.folder / f".{name}.tmp"
+        save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, temporary)
+        if self.write_delay_s:
+            time.sleep(self.write_delay_s)
+        temporary.rename(self.folder / f"{name}.safetensors")
