@@ -149,10 +149,10 @@ def test_H09_a_dying_server_stops_the_run_and_keeps_what_came(server: FakeServer
 
     server.fault = dies
     src = source(server, concurrency=1, policy=RetryPolicy(5.0, 8, 0.5))
-    got = []
+    got: list[str] = []
+    results = src.states(rows(*range(5, 15)), {f"row-{i}" for i in range(10)})
     with pytest.raises(EndpointError, match="same command"):
-        for result in src.states(rows(*range(5, 15)), {f"row-{i}" for i in range(10)}):
-            got.append(result.row_id)
+        got.extend(result.row_id for result in results)
     src.close()
     assert got == [f"row-{i}" for i in range(5)]
     assert list(server.folder.iterdir()) == []
@@ -324,7 +324,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_the_run(
         "not ready": "not ready \\(503\\)",
         "no list": "is it a vLLM server",
         "connector": "runs without peagle's hidden-states connector",
-        "layers": "hands out layers \\[2, 3, 5, 8\\], wanted are \\[2, 4, 5, 8\\]; start it with --target-layer-ids 2 4 5",
+        "layers": r"hands out layers \[2, 3, 5, 8\], wanted are \[2, 4, 5, 8\]; start it with --target-",
         "model": "serves verifier, but the rows are for owner/other",
         "size": "serves another model, verifier, whose hidden_size is 16; verifier has 8",
         "folder": "both must see one folder",

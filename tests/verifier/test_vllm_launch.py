@@ -137,7 +137,7 @@ def test_a_server_that_ends_before_it_is_ready_is_an_error_and_one_that_hangs_to
     with pytest.raises(EndpointError, match="ended with status 3 before it was ready"):
         vllm_launch.wait_ready(ended, "http://127.0.0.1:9", 20.0)
     hangs = vllm_launch.start(ServerCommand((sys.executable, "-c", "import time; time.sleep(60)"), {}), None)
-    with pytest.raises(EndpointError, match="not ready within 0.2 s"):
+    with pytest.raises(EndpointError, match=r"not ready within 0\.2 s"):
         vllm_launch.wait_ready(hangs, "http://127.0.0.1:9", 0.2)
     vllm_launch.stop(hangs)
     assert hangs.poll() is not None
