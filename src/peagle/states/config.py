@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from peagle.config import StageConfig
 
-_SERVER = {"panel": "Served verifier"}
+_SERVER: Any = {"panel": "Served verifier"}
 
 
 class ExtractConfig(StageConfig):
@@ -28,8 +28,8 @@ class ExtractConfig(StageConfig):
     target_layer_ids: tuple[int, ...] | None = None
     """Auxiliary layer ids: 0 is the embedding output, j the stream after j layers. Default: 2, L // 2, L - 3."""
     validate_outputs: bool = False
-    """Check every row: head(norm(last_states)) must reproduce the verifier's own next-token choice. Without it only the
-    first row of a run is checked so; shapes, ids and finiteness always are."""
+    """Check every row: head(norm(last_states)) must reproduce the verifier's own next-token choice (served verifiers:
+    the last position of every row, every position of a sample). Shapes, ids and finiteness are always checked."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which the verifier computes and states are stored; auto: the verifier's own."""
     batch_size: int = Field(16, ge=1)
@@ -60,6 +60,10 @@ class ExtractConfig(StageConfig):
     """How long the servers may be gone before the run stops; what is stored is kept."""
     api_key: str | None = Field(None, json_schema_extra=_SERVER)
     """Sent to the server as a bearer token."""
+    served_model_name: str | None = Field(None, json_schema_extra=_SERVER)
+    """Name under which the server knows the verifier, if not its own."""
+    extra_args: tuple[str, ...] = ()
+    """With --backend vllm: what follows `--`, vLLM's own flags."""
 
     @model_validator(mode="after")
     def _one_verifier(self) -> ExtractConfig:

@@ -14,9 +14,12 @@ from peagle.errors import VerifierError
 from peagle.verifier.facts import VerifierFacts, first_line
 from peagle.verifier.generation import Generation, GenerationSettings, generate_batch
 from peagle.verifier.generation_cache import GrowingCache
+from peagle.verifier.weights import VerifierHead
 
 MAX_BATCH_TOKENS = 1 << 16
 """Padded tokens of one batch: bounds memory when rows are long, whatever the batch size."""
+_HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+"""Largest difference of logits over the largest logit: rounding in each dtype, measured at a tenth of this."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,29 @@ class TransformersVerifier:
             choices = self.lm_head(output.last_hidden_state[r, positions]).argmax(-1).tolist() if positions else []
             passed.append(PassStates(aux.cpu(), captured[last_id][r, : len(row)].clone().cpu(), choices))
         return passed
+
+    @torch.no_grad()
+    def check_head(self, head: VerifierHead, ids: list[int]) -> None:
+        """Prove on one row that a head read from the files gives the model's own logits.
+
+        Args:
+            head: of the same verifier, on any device.
+            ids: token ids, at least one.
+
+        Raises:
+            VerifierError: the logits differ by more than the dtype's rounding: a family whose norm, scale or soft-cap
+                is not what `facts` says.
+        """
+        last_id = self.facts.num_layers
+        with _captured(self.layers, {last_id}) as captured:
+            own = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits.float()
+        mine = head.logits(head.normed(captured[last_id].to(head.weight.device))).float().to(own.device)
+        error = float((mine - own).abs().max() / own.abs().max())
+        if not error < _HEAD_TOLERANCE[self.dtype]:
+            raise VerifierError(
+                f"{self.facts.name_or_path}: head(norm(last states)) differs from the model's own logits by {error:.2g} "
+                f"of the largest: peagle does not know how the {self.facts.model_type} family computes them"
+            )
 
     def generate(
         self, prompts: Sequence[list[int]], settings: GenerationSettings, seeds: Sequence[int], batch_size: int
