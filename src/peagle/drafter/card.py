@@ -1,0 +1,167 @@
+"""The model card beside a checkpoint: the hub's metadata, how to serve it, how good it is, how it was trained.
+
+In: the drafter's config, the run's manifest, an evaluation if there is one. Out: Markdown. Paths of the machine that
+trained it never enter the card.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from peagle.drafter.config import DrafterConfig
+from peagle.files import whole_file
+
+CARD = "README.md"
+KINDS = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
+# Settings of a run that a reader of the card wants, in this order; those that are not there are left out.
+_SHOWN = (
+    *("num_layers", "num_depths", "down_sample_ratio", "down_sample_ratio_min", "loss_fn", "depth_loss_decay"),
+    *("optimizer", "lr", "muon_lr", "embedding_lr", "scheduler_type", "epochs", "max_steps", "total_seq_len"),
+    *("batch_size", "gradient_accumulation_steps", "train_embeddings", "draft_vocab_size", "norm_before_residual"),
+    *("norm_before_fc", "ttt_steps", "ttt_step_loss_decay", "seed"),
+)
+
+
+def write_card(
+    folder: Path,
+    config: DrafterConfig,
+    run: Mapping[str, Any],
+    evaluation: Mapping[str, Any] | None,
+    license_name: str | None,
+) -> None:
+    """Write README.md into a checkpoint folder; see `card`."""
+    with whole_file(folder / CARD) as temporary:
+        temporary.write_text(card(config, run, evaluation, license_name), encoding="utf-8")
+
+
+def run_facts(checkpoint: Path) -> dict[str, Any]:
+    """What is known about a checkpoint's training: `settings` (run.yaml), `versions` and counts (manifest.json).
+
+    Read from the checkpoint's folder or the run's folder above it; empty where it came from elsewhere.
+    """
+    real = checkpoint.resolve()
+    for folder in (real, real.parent):
+        if not (folder / "run.yaml").is_file():
+            continue
+        settings = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8")) or {}
+        manifest = {}
+        if (folder / "manifest.json").is_file():
+            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return {"settings": next(iter(settings.values()), {}), **manifest}
+    return {}
+
+
+def card(
+    config: DrafterConfig, run: Mapping[str, Any], evaluation: Mapping[str, Any] | None, license_name: str | None
+) -> str:
+    """The text of the card.
+
+    Args:
+        config: the drafter's.
+        run: `run_facts`, or {"settings": ...} at the time of training; empty if not known.
+        evaluation: `evaluation.json`; None if not measured.
+        license_name: for the hub's metadata; None leaves it out.
+    """
+    kind = KINDS[config.speculators_model_type]
+    verifier = public_name(config.verifier)
+    parts = [_metadata(config, license_name), f"# {kind} drafter for {verifier}", ""]
+    parts += [
+        _about(config, verifier, kind),
+        "",
+        "## Serve it",
+        "",
+        "```bash",
+        f"vllm serve {_placeholder(config)}",
+        "```",
+        "",
+        "The folder (or hub id) of this drafter is all that vLLM (0.28 or newer) needs: it names its verifier. "
+        "`peagle serve` checks it first and sets what vLLM needs.",
+        "",
+    ]
+    parts += _acceptance(evaluation)
+    parts += _training(run)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def public_name(verifier: str) -> str:
+    """A hub id as it is; of a folder only its name."""
+    return verifier if is_hub_id(verifier) else PurePath(verifier).name
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name looks like `owner/model` and is no folder here."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def _about(config: DrafterConfig, verifier: str, kind: str) -> str:
+    """What it is, in one paragraph."""
+    layers = ", ".join(map(str, config.aux_layer_ids))
+    how = "all in one pass of its own" if kind == "P-EAGLE" else "one by one"
+    pruned = f"Its draft vocabulary has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens. "
+    return (
+        f"A drafter for speculative decoding with `{verifier}`: {config.num_layers} {config.layer_type} layers of "
+        f"width {config.hidden_size} that read the verifier's layers {layers}. It drafts "
+        f"{config.num_speculative_tokens} tokens per verifier pass, {how}. {pruned if config.is_pruned else ''}"
+        "The text stays the verifier's own: every draft is verified."
+    )
+
+
+def _placeholder(config: DrafterConfig) -> str:
+    return "OWNER/" + public_name(config.verifier).split("/")[-1] + "-" + KINDS[config.speculators_model_type]
+
+
+def _metadata(config: DrafterConfig, license_name: str | None) -> str:
+    values: dict[str, Any] = {"library_name": "vllm", "pipeline_tag": "text-generation"}
+    if is_hub_id(config.verifier):
+        values["base_model"] = config.verifier
+    if license_name:
+        values["license"] = license_name
+    values["tags"] = ["speculative-decoding", "peagle", KINDS[config.speculators_model_type].lower()]
+    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n"
+
+
+def _acceptance(evaluation: Mapping[str, Any] | None) -> list[str]:
+    pooled = (evaluation or {}).get("pooled") or {}
+    if evaluation is None or not pooled.get("acceptance_per_position"):
+        return ["## Acceptance", "", "Not measured yet: `peagle evaluate` does it, and adds the table here.", ""]
+    depth = len(pooled["acceptance_per_position"])
+    head = ["dataset", "pos 1", *(str(k) for k in range(2, depth + 1)), "length"]
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for name, figures in (*evaluation.get("datasets", {}).items(), ("Pooled", pooled)):
+        shares = figures.get("acceptance_per_position")
+        cells = ["-"] * depth if shares is None else [f"{100 * share:.1f}" for share in shares]
+        length = figures.get("acceptance_length")
+        lines.append("| " + " | ".join([name, *cells, "-" if length is None else f"{length:.3f}"]) + " |")
+    parts = ["## Acceptance", "", *lines, "", str(evaluation.get("convention", "")), ""]
+    speed = evaluation.get("speed") or {}
+    if speed.get("tokens_per_s") and speed.get("plain_tokens_per_s"):
+        ratio = speed["tokens_per_s"] / speed["plain_tokens_per_s"]
+        parts += [f"Measured beside plain decoding on the same machine: {ratio:.2f} times its tokens per second.", ""]
+    return parts
+
+
+def _training(run: Mapping[str, Any]) -> list[str]:
+    settings = run.get("settings") or {}
+    versions = run.get("versions") or {}
+    rows = [(name, settings[name]) for name in _SHOWN if settings.get(name) is not None]
+    counts = {key: value for key, value in run.items() if key.startswith("num_") and isinstance(value, (int, float))}
+    rows += list(counts.items())
+    rows += [(name, versions[name]) for name in ("peagle", "commit", "torch", "transformers") if name in versions]
+    if not rows:
+        return []
+    lines = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows]
+    return [
+        "## Training",
+        "",
+        "Trained with `peagle` on answers of the verifier; what was set and what ran:",
+        "",
+        "| | |",
+        "|---|---|",
+        *lines,
+        "",
+    ]

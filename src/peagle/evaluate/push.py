@@ -1,0 +1,105 @@
+"""`peagle push`: a checkpoint and its model card to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+from pydantic import Field
+
+from peagle.config import StageConfig
+from peagle.drafter.card import CARD, card, run_facts
+from peagle.drafter.checkpoint import CONFIG, find, read_config, read_weights
+from peagle.drafter.config import DrafterConfig
+from peagle.errors import CheckpointError, ConfigError
+from peagle.evaluate.report_data import EVALUATION, read_json
+
+logger = logging.getLogger(__name__)
+
+
+class PushConfig(StageConfig):
+    """Settings of `peagle push`."""
+
+    checkpoint: str = Field(json_schema_extra={"positional": True})
+    """The checkpoint folder, such as RUN/checkpoints/checkpoint_best."""
+    repo: str = Field(json_schema_extra={"positional": True})
+    """Where to: OWNER/NAME on the hub."""
+    evaluation: Path | None = None
+    """An evaluation.json (or its folder) for the card's table. Unset: looked for beside the checkpoint and its run."""
+    license_name: str | None = Field(None, json_schema_extra={"aliases": ["--license"]})
+    """Licence for the card's metadata, such as apache-2.0; the verifier's licence may bind you."""
+    private: bool = False
+    """Make the repository private if it is new."""
+    revision: str | None = None
+    """Branch to push to. Unset: the main one."""
+    message: str = "Upload with peagle"
+    """Commit message."""
+    dry_run: bool = False
+    """Write what would be pushed into `OUTPUT` below the working folder and push nothing."""
+    output: Path = Path("push")
+    """Folder of --dry-run."""
+
+
+def push(config: PushConfig) -> None:
+    """Check the checkpoint's files, write its card, upload.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or the hub refuses.
+        ConfigError: the repository's name is not OWNER/NAME.
+    """
+    if config.repo.count("/") != 1 or not all(config.repo.split("/")):
+        raise ConfigError(f"{config.repo}: expected OWNER/NAME")
+    folder = find(config.checkpoint)
+    if config.dry_run:
+        config.output.mkdir(parents=True, exist_ok=True)
+        gather(folder, config.output, config.evaluation, config.license_name)
+        logger.info("%s: this is what would be pushed to %s", config.output, config.repo)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        gather(folder, Path(temporary), config.evaluation, config.license_name)
+        upload(Path(temporary), config)
+    logger.info("%s is at https://huggingface.co/%s", config.checkpoint, config.repo)
+
+
+def gather(folder: Path, target: Path, evaluation: Path | None, license_name: str | None) -> None:
+    """Copy what serving needs (never the training state) and write the card."""
+    config = DrafterConfig.from_json(read_config(folder), str(folder / CONFIG))
+    read_weights(folder)
+    for file in (folder / CONFIG, *sorted(folder.glob("*.safetensors"))):
+        shutil.copy2(file, target / file.name)
+    found = find_evaluation(folder, evaluation)
+    if found is None:
+        logger.warning("no %s found for the card's table; `peagle evaluate` makes one", EVALUATION)
+    text = card(config, run_facts(folder), found, license_name)
+    (target / CARD).write_text(text, encoding="utf-8")
+
+
+def find_evaluation(checkpoint: Path, given: Path | None) -> dict | None:
+    """The evaluation for a card: the one given, else the one beside the checkpoint or in its run's folders."""
+    if given is not None:
+        path = given / EVALUATION if given.is_dir() else given
+        if not path.is_file():
+            raise ConfigError(f"--evaluation {given}: no such file")
+        return read_json(path)
+    run = checkpoint.resolve().parent
+    for folder in (checkpoint, run, run / "evaluation", run.parent, run.parent / "evaluation"):
+        if (folder / EVALUATION).is_file():
+            return read_json(folder / EVALUATION)
+    return None
+
+
+def upload(folder: Path, config: PushConfig) -> None:
+    """Create the repository if need be and upload the folder."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(config.repo, private=config.private, exist_ok=True)
+        api.upload_folder(
+            repo_id=config.repo, folder_path=str(folder), commit_message=config.message, revision=config.revision
+        )
+    except Exception as error:  # the hub's many errors: no token, no right, no network
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{config.repo}: the hub refused ({reason}); `hf auth login` sets a token") from None

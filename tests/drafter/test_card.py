@@ -1,0 +1,94 @@
+"""The model card says what the drafter is, how to serve it and how good it is, and nothing about the machine."""
+
+from __future__ import annotations
+
+import yaml
+
+from peagle.drafter.card import card, is_hub_id, public_name, run_facts, write_card
+from peagle.drafter.config import DrafterConfig
+
+EVALUATION = {
+    "convention": "Pooled over all passes.",
+    "pooled": {"acceptance_per_position": [0.8, 0.5], "acceptance_length": 2.3},
+    "datasets": {"qa": {"acceptance_per_position": [0.8, 0.5], "acceptance_length": 2.3}},
+    "speed": {"tokens_per_s": 30.0, "plain_tokens_per_s": 20.0},
+}
+
+
+def config(verifier: str, **changes) -> DrafterConfig:
+    values = {
+        "speculators_model_type": "peagle",
+        "layer_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "max_position_embeddings": 512,
+        "attention_bias": False,
+        "vocab_size": 300,
+        "draft_vocab_size": 300,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "aux_layer_ids": (2, 4, 5),
+        "mask_token_id": 299,
+        "num_speculative_tokens": 4,
+        "verifier": verifier,
+        "verifier_architectures": ("Qwen3ForCausalLM",),
+    }
+    return DrafterConfig.build({**values, **changes})
+
+
+def metadata(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_a_hub_verifier_is_the_base_model_and_the_table_is_there():
+    text = card(config("Qwen/Qwen3-8B"), {"settings": {"lr": 0.001, "epochs": 3}}, EVALUATION, "apache-2.0")
+    assert metadata(text)["base_model"] == "Qwen/Qwen3-8B"
+    assert metadata(text)["license"] == "apache-2.0"
+    assert "vllm serve OWNER/Qwen3-8B-P-EAGLE" in text
+    assert "| Pooled | 80.0 | 50.0 | 2.300 |" in text
+    assert "| lr | 0.001 |" in text
+    assert "1.50 times" in text
+
+
+def test_a_verifier_folder_leaves_only_its_name_in_the_card(tmp_path):
+    folder = tmp_path / "secret" / "my-verifier"
+    text = card(config(str(folder)), {"settings": {"data_path": str(tmp_path)}}, None, None)
+    assert str(tmp_path) not in text
+    assert "`my-verifier`" in text
+    assert "base_model" not in metadata(text)
+    assert "Not measured yet" in text
+
+
+def test_a_pruned_vocabulary_and_eagle3_are_told():
+    text = card(config("a/b", draft_vocab_size=100), {}, None, None)
+    assert "100 of 300" in text
+    text = card(config("a/b", speculators_model_type="eagle3", mask_token_id=None), {}, None, None)
+    assert "one by one" in text
+    assert "eagle-3" in metadata(text)["tags"]
+
+
+def test_what_is_a_hub_id(tmp_path):
+    assert is_hub_id("Qwen/Qwen3-8B")
+    assert not is_hub_id("/models/qwen")
+    assert not is_hub_id("./a/b")
+    assert public_name("/models/qwen") == "qwen"
+
+
+def test_the_run_beside_a_checkpoint_is_found_through_its_link(tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "checkpoint_best").symlink_to("0")
+    (tmp_path / "run.yaml").write_text("train:\n  lr: 0.5\n")
+    (tmp_path / "manifest.json").write_text('{"stage": "train", "versions": {"torch": "2.13.0"}}')
+    facts = run_facts(tmp_path / "checkpoint_best")
+    assert facts["settings"] == {"lr": 0.5}
+    write_card(tmp_path / "0", config("a/b"), facts, None, None)
+    assert "| torch | 2.13.0 |" in (tmp_path / "0" / "README.md").read_text()
+    assert run_facts(tmp_path) != {}
+    (tmp_path / "elsewhere").mkdir()
+    assert run_facts(tmp_path / "elsewhere" / "x") == {}
