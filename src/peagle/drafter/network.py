@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from peagle.drafter.config import DrafterConfig
+from peagle.drafter.ops import rms_norm, swiglu
 from peagle.drafter.rope import inverse_frequencies, rotary_table, rotate
 
 # attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]"""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -92,7 +92,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., hidden_size]"""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return swiglu(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
 
 class Layer(nn.Module):

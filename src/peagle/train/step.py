@@ -12,6 +12,7 @@ partitioning), arXiv 2602.01469, without its recomputation of the context for ev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ from peagle.states.batch import Batch
 from peagle.train.attention import HEADS, AttentionName, Heads, rollout_mask
 from peagle.train.loss import LossName, Targets, head_loss
 from peagle.verifier.weights import VerifierHead
+
+# Queries of one attention call: a call's slots see one another's keys only inside their chains, so fewer of them waste
+# less, and more of them make larger matrix products. Measured at 2,048 tokens; flat between 96 and 256.
+PART_SLOTS = 160
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,7 @@ def _step(
             rolled_grad = torch.zeros_like(rolled)
             rolled_grad[chosen] = read_grad[pairs.numel() :]
             torch.autograd.backward([rolled], [rolled_grad])
-            for index, (first, last, k, v) in enumerate(leaves):
+            for index, first, last, k, v in leaves:
                 key_grads[index][first:last] += k.grad
                 value_grads[index][first:last] += v.grad
 
@@ -237,21 +242,52 @@ def _rollout(
     depth: Tensor,
     heads: Heads,
     with_grad: bool,
-) -> tuple[Tensor, list[tuple[int, int, Tensor, Tensor]]]:
+) -> tuple[Tensor, list[tuple[int, int, int, Tensor, Tensor]]]:
     """One block's mask slots: their states, and the leaves that collect gradients of the keys and values they saw."""
-    first_anchor, last = int(anchor[0]), int(anchor[-1]) + 1
-    first = next(a for a, b in bounds if a <= first_anchor < b)
-    mask = rollout_mask(anchor, depth, first, last, batch.document_ids)
+    parts = _attention_parts(anchor, depth, bounds, batch.document_ids)
     leaves = []
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        base_k = keys[index][first:last].detach().requires_grad_(with_grad)
-        base_v = values[index][first:last].detach().requires_grad_(with_grad)
-        leaves.append((first, last, base_k, base_v))
-        return heads(q, torch.cat([base_k, k]), torch.cat([base_v, v]), mask)
+        out = []
+        for part in parts:
+            base_k = keys[index][part.first_key : part.last_key].detach().requires_grad_(with_grad)
+            base_v = values[index][part.first_key : part.last_key].detach().requires_grad_(with_grad)
+            leaves.append((index, part.first_key, part.last_key, base_k, base_v))
+            own = slice(part.first_slot, part.last_slot)
+            out.append(heads(q[own], torch.cat([base_k, k[own]]), torch.cat([base_v, v[own]]), part.mask))
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     rope_pos = batch.rope_pos[anchor] + depth
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend)), leaves
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some slots of a block, and the pair slots that they may see. Smaller parts mask away less."""
+
+    first_slot: int
+    last_slot: int
+    first_key: int
+    last_key: int
+    mask: Tensor
+
+
+def _attention_parts(anchor: Tensor, depth: Tensor, bounds: list[tuple[int, int]], document_ids: Tensor) -> list[_Part]:
+    """Cut a block's slots into parts of about `PART_SLOTS`, never inside a chain."""
+    starts = (depth == 1).nonzero()[:, 0].tolist()
+    parts, begin = [], 0
+    for here, after in pairwise([*starts, anchor.numel()]):
+        if after - begin > PART_SLOTS and here > begin:
+            parts.append((begin, here))
+            begin = here
+    parts.append((begin, anchor.numel()))
+    made = []
+    for begin, end in parts:
+        first_anchor, last = int(anchor[begin]), int(anchor[end - 1]) + 1
+        first = next(a for a, b in bounds if a <= first_anchor < b)
+        mask = rollout_mask(anchor[begin:end], depth[begin:end], first, last, document_ids)
+        made.append(_Part(begin, end, first, last, mask))
+    return made
 
 
 class _Masks:
