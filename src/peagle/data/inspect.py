@@ -52,6 +52,7 @@ def _header(prepared: Prepared) -> str:
     ]
     lines += [f"  dropped {number}: {reason}" for reason, number in summary["dropped"].items()]
     lines += [f"  mended {number}: {repair}" for repair, number in summary["repaired"].items()]
+    lines += [f"  noted {number}: {note}" for note, number in summary["notes"].items()]
     lines += [f"  {number} rows of {source}" for source, number in summary["sources"].items()]
     return "\n".join(lines)
 
@@ -108,4 +109,4 @@ def highlighted(tokenizer: Any, row: TokenRow, is_terminal: bool) -> Text:
 
 def visible(text: str) -> str:
     """Text that cannot play tricks on a terminal: control characters but newline and tab as escapes."""
-    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
+    return "".join(c if c in "\n\t\u200c\u200d" or c.isprintable() else ascii(c)[1:-1] for c in text)

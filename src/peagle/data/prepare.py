@@ -39,6 +39,7 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_turns: Counter[str] = field(default_factory=Counter)
     repaired: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
     methods: Counter[str] = field(default_factory=Counter)
     cut: int = 0
     unsupervised_tokens: int = 0
@@ -51,6 +52,7 @@ class Counts:
         self.read += 1
         self.dropped_turns.update(outcome.dropped_turns)
         self.repaired.update(outcome.repairs)
+        self.notes.update(outcome.notes)
         self.cut += outcome.num_cut
         self.unsupervised_tokens += outcome.num_unsupervised
         if outcome.rejected is None:
@@ -224,6 +226,8 @@ def _report(counts: Counts) -> None:
         logger.warning("dropped %d replies of conversations that were kept: %s", number, reason)
     for repair, number in counts.repaired.most_common():
         logger.info("mended %d: %s", number, repair)
+    for note, number in counts.notes.most_common():
+        logger.info("noted %d: %s", number, note)
     if counts.cut:
         logger.info("cut %d rows at --seq-length", counts.cut)
 
@@ -268,6 +272,7 @@ def _summary(config: PrepareConfig, counts: Counts, writer: RowsWriter, made_fro
         "dropped": dict(counts.dropped.most_common()),
         "dropped_turns": dict(counts.dropped_turns.most_common()),
         "repaired": dict(counts.repaired.most_common()),
+        "notes": dict(counts.notes.most_common()),
         "mask_from": dict(counts.methods.most_common()),
         "rows": writer.num_rows,
         "rows_cut": counts.cut,

@@ -31,6 +31,9 @@ class Outcome:
     dropped_turns: list[str] = field(default_factory=list)
     """Reasons for which replies of a conversation that gives a row per reply were left out, though others were kept."""
     repairs: tuple[str, ...] = ()
+    """What had to be mended in the row."""
+    notes: tuple[str, ...] = ()
+    """What was unusual about its rendering."""
     method: str = ""
     """How the mask was found: `generation tags`, `prefixes`, `markers`, `pattern` or `ready`."""
     num_unsupervised: int = 0
@@ -96,7 +99,7 @@ class RowTokenizer:
         except UnusableRow as problem:
             return _lost(row, problem)
         repairs = () if isinstance(row, ReadyRow) else row.repairs
-        return self._cut_all(row, found, method, (*repairs, *dict.fromkeys(notes)))
+        return self._cut_all(row, found, method, repairs, tuple(dict.fromkeys(notes)))
 
     def _conversation(self, row: Conversation, notes: list[str]) -> tuple[str, list[Tokens]]:
         template = self.template
@@ -116,7 +119,9 @@ class RowTokenizer:
             whole = self._masked(row, replies, last, row.row_id)
             if whole is not None:
                 return method, [whole]
-        notes.append("a row per reply: the template rewrites history")
+            notes.append("a token of the whole text crosses the start of a reply")
+        elif len(replies) > 1:
+            notes.append("the template rewrites history: a row per reply")
         turns = []
         for number, reply in enumerate(replies, start=1):
             row_id = row.row_id if len(replies) == 1 else f"{row.row_id}/{number}"
@@ -160,7 +165,12 @@ class RowTokenizer:
         return Tokens(row_id, prompt + ids, mask)
 
     def _cut_all(
-        self, row: Conversation | TextRow | ReadyRow, found: list[Tokens], method: str, repairs: tuple[str, ...]
+        self,
+        row: Conversation | TextRow | ReadyRow,
+        found: list[Tokens],
+        method: str,
+        repairs: tuple[str, ...],
+        notes: tuple[str, ...],
     ) -> Outcome:
         kept: list[TokenRow] = []
         dropped: list[UnusableRow] = []
@@ -185,7 +195,7 @@ class RowTokenizer:
             lost = _lost(row, dropped[0])
             return replace(lost, num_unsupervised=num_unsupervised, example=example)
         reasons = [problem.reason for problem in dropped]
-        return Outcome(*where, kept, None, reasons, repairs, method, num_unsupervised, num_cut)
+        return Outcome(*where, kept, None, reasons, repairs, notes, method, num_unsupervised, num_cut)
 
     def _beyond_vocabulary(self, tokens: Tokens) -> UnusableRow | None:
         if min(tokens.ids, default=0) >= 0 and max(tokens.ids, default=0) < self.vocab_size:

@@ -1,7 +1,7 @@
 """The pruned draft vocabulary: which of the verifier's tokens a drafter can draft, and the two tables that say so.
 
-`d2t` holds OFFSETS, as vLLM reads it: verifier id = draft id + d2t[draft id]. `t2d` is True at the verifier ids that can
-be drafted. Selected ids 2, 5, 9 give d2t 2, 4, 7. All tables are sized by the verifier's embedding, never by its
+`d2t` holds OFFSETS, as vLLM reads it: verifier id = draft id + d2t[draft id]. `t2d` is True at the verifier ids that
+can be drafted. Selected ids 2, 5, 9 give d2t 2, 4, 7. All tables are sized by the verifier's embedding, never by its
 tokenizer, which may have fewer tokens.
 """
 
