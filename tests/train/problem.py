@@ -116,7 +116,6 @@ def run(
 ) -> tuple[Drafter, FitResult]:
     """Fit a fresh drafter (or `model`) in this process."""
     model = model or drafter()
-    result = fit(
-        model, verifier_head(), MemoryRows(train), MemoryRows(list(held_out)), settings, world, keeper, metrics_path
-    )
+    sources = MemoryRows(train), MemoryRows(list(held_out))
+    result = fit(model, verifier_head(), *sources, settings, world, keeper, metrics_path, None)
     return model, result

@@ -6,6 +6,7 @@ without data, or with one batch fewer, still meets the others. In: torchrun's en
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -18,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from peagle.errors import ConfigError, PeagleError, TrainingError
+from peagle.errors import ConfigError, TrainingError
 
 # Nobody waits in a collective longer than this: a step takes seconds, and what takes longer waits in the store.
 COLLECTIVE_TIMEOUT_S = 600.0
-# Rank 0 may prepare (read weights from a slow disk, count tokens) for this long while the others wait.
+# A rank may prepare (read weights from a slow disk, count tokens) for this long while the others wait.
 PREPARE_TIMEOUT_S = 6 * 3600.0
 _POLL_S = 2.0
 _BUCKET_ELEMENTS = 1 << 24
@@ -79,47 +80,52 @@ class World:
         if failed.item():
             raise TrainingError("another rank failed; its own message says why")
 
-    def from_main(self, key: str, make: Callable[[], Any]) -> Any:
-        """Let rank 0 make a JSON value for all; the others wait without any collective's timeout.
+    def together(self, key: str, make: Callable[[], Any]) -> list[Any]:
+        """Let every rank make a JSON value at its own pace, then exchange them, outside any collective's timeout.
 
-        So that a slow preparation does not time the others out, and one that fails ends them too, with its message.
+        So a slow preparation does not time the others out, and one that fails ends them too, with its message.
 
         Args:
             key: a name, used once in a run.
-            make: called on rank 0 only.
+            make: this rank's preparation.
+
+        Returns:
+            The ranks' values, in rank order.
 
         Raises:
-            PeagleError: `make` failed; on every rank, with rank 0's words.
+            PeagleError: what `make` raised, on this rank; on the others a TrainingError with its words.
         """
         if self.size == 1:
-            return make()
-        store = dist.distributed_c10d._get_default_store()
-        if self.is_main:
-            try:
-                value = make()
-            except BaseException as error:
-                store.set(f"peagle/{key}", json.dumps({"error": str(error) or type(error).__name__}))
-                # The store may live in this process: let the others read why before it goes.
-                self._wait_for_readers(store, key)
-                raise
-            store.set(f"peagle/{key}", json.dumps({"value": value}))
-            return value
-        _wait(store, f"peagle/{key}", PREPARE_TIMEOUT_S)
-        message = json.loads(store.get(f"peagle/{key}"))
-        store.set(f"peagle/{key}/{self.rank}", "read")
-        if "error" in message:
-            raise TrainingError(f"rank 0 failed: {message['error']}")
-        return message["value"]
+            return [make()]
+        store, failure = dist.distributed_c10d._get_default_store(), None
+        try:
+            message = {"value": make()}
+        except BaseException as error:
+            failure, message = error, {"error": str(error) or type(error).__name__}
+        store.set(f"peagle/{key}/{self.rank}", json.dumps(message))
+        found: list[dict[str, Any]] = []
+        for rank in range(self.size):
+            _wait(store, f"peagle/{key}/{rank}", PREPARE_TIMEOUT_S, f"rank {rank}")
+            found.append(json.loads(store.get(f"peagle/{key}/{rank}")))
+            if "error" in found[-1]:
+                break
+        store.set(f"peagle/{key}/read/{self.rank}", "")
+        if failure is not None:
+            # The store may live in this process: let the others read why before it goes.
+            with contextlib.suppress(TrainingError):
+                for rank in range(self.size):
+                    _wait(store, f"peagle/{key}/read/{rank}", 10.0, f"rank {rank}")
+            raise failure
+        if "error" in found[-1]:
+            raise TrainingError(f"rank {len(found) - 1} failed: {found[-1]['error']}")
+        return [one["value"] for one in found]
 
-    def _wait_for_readers(self, store: Any, key: str) -> None:
-        for rank in range(1, self.size):
-            try:
-                _wait(store, f"peagle/{key}/{rank}", 10.0)
-            except PeagleError:
-                return
+    def from_main(self, key: str, make: Callable[[], Any]) -> Any:
+        """A JSON value that rank 0 makes for all; the others wait for it. See `together`."""
+        return self.together(key, make if self.is_main else lambda: None)[0]
 
 
-def _wait(store: Any, key: str, limit_s: float) -> None:
+def _wait(store: Any, key: str, limit_s: float, who: str) -> None:
     end_s = time.monotonic() + limit_s
     while True:
         try:
@@ -127,9 +133,9 @@ def _wait(store: Any, key: str, limit_s: float) -> None:
             return
         except dist.DistStoreError:
             if time.monotonic() > end_s:
-                raise TrainingError(f"rank 0 did not get ready within {limit_s:.0f} s ({key})") from None
+                raise TrainingError(f"{who} did not get ready within {limit_s:.0f} s") from None
         except (dist.DistNetworkError, RuntimeError):
-            raise TrainingError("rank 0 is gone; its own message says why") from None
+            raise TrainingError(f"{who} is not to be reached: the process that holds the store is gone") from None
 
 
 def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:

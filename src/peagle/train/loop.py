@@ -29,9 +29,10 @@ from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Validation, add_
 from peagle.train.optimizer import Optimizer
 from peagle.train.order import Pack, packs, share
 from peagle.train.resume import INTERRUPTED, Keeper, Progress
-from peagle.train.rows import Rows, extent
+from peagle.train.rows import Rows
 from peagle.train.schedule import make
 from peagle.train.step import StepSettings, train_step
+from peagle.train.trackers import Trackers
 from peagle.train.validate import validate, validation_packs
 from peagle.verifier.weights import VerifierHead
 
@@ -85,6 +86,7 @@ def fit(
     world: World,
     keeper: Keeper | None,
     metrics_path: Path | None,
+    trackers: Trackers | None,
 ) -> FitResult:
     """Train a drafter in place.
 
@@ -98,12 +100,13 @@ def fit(
         world: the ranks (`World(0, 1, torch.device("cpu"))` for one process).
         keeper: where to save, and to resume from; None writes no checkpoint.
         metrics_path: `metrics.jsonl`, or None.
+        trackers: further places for the metrics, or None.
 
     Raises:
         TrainingError: nothing to train on, or gradients that stay not finite.
         DataError: a row longer than a pack.
     """
-    return _Loop(drafter, head, rows, validation_rows, config, world, keeper, metrics_path).run()
+    return _Loop(drafter, head, rows, validation_rows, config, world, keeper, metrics_path, trackers).run()
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class _Loop:
         world: World,
         keeper: Keeper | None,
         metrics_path: Path | None,
+        trackers: Trackers | None,
     ) -> None:
         self.drafter, self.rows, self.validation_rows = drafter, rows, validation_rows
         self.config, self.world, self.keeper = config, world, keeper
@@ -138,18 +142,6 @@ class _Loop:
         if not lengths:
             raise TrainingError("no row has a supervised token; look at the loss masks with `peagle inspect`")
         self.lengths, self.held_out = lengths, validation_packs(_lengths(validation_rows), config)
-        self.per_step = (config.batch_size or world.size) * config.gradient_accumulation_steps
-        planned = sum(
-            math.ceil(len(packs(lengths, config.total_seq_len, config.seed, epoch)) / self.per_step)
-            for epoch in range(config.epochs)
-        )
-        self.num_steps = min(planned, config.max_steps or planned)
-        self.schedule = make(
-            config.scheduler_type,
-            config.scheduler_warmup_ratio,
-            config.scheduler_warmup_steps,
-            config.scheduler_total_steps or self.num_steps,
-        )
         drafter.to(world.device)
         choose_trained(drafter, config.train_embeddings, config.train_lm_head)
         row = drafter.config.mask_token_id if config.train_embeddings == "mask-token" else None
@@ -168,7 +160,19 @@ class _Loop:
         self.result = FitResult()
         restored = keeper.restore(self.masters, self.optimizer) if keeper is not None else None
         self.progress = self.result.progress = restored or Progress()
-        self.log = MetricsLog(metrics_path if world.is_main else None, self.progress.step)
+        self.per_step = (config.batch_size or world.size) * config.gradient_accumulation_steps
+        if config.batch_size is None and self.progress.packs_per_step:
+            self.per_step = self.progress.packs_per_step  # of the run that is resumed, maybe by other ranks
+        self.progress.packs_per_step = self.per_step
+        planned = self._num_taken() + self._num_left()
+        self.num_steps = min(planned, config.max_steps or planned)
+        self.schedule = make(
+            config.scheduler_type,
+            config.scheduler_warmup_ratio,
+            config.scheduler_warmup_steps,
+            config.scheduler_total_steps or self.num_steps,
+        )
+        self.log = MetricsLog(metrics_path if world.is_main else None, self.progress.step, trackers)
         self._not_finite_in_a_row = 0
 
     def run(self) -> FitResult:
@@ -199,6 +203,19 @@ class _Loop:
                     return self.result
                 self._keep(item.epoch)
         return self.result
+
+    def _num_taken(self) -> int:
+        """Steps behind us, those included that learned nothing."""
+        return self.progress.step + self.progress.num_empty + self.progress.num_not_finite
+
+    def _num_left(self) -> int:
+        """Steps that the rest of the epochs has."""
+        left, done = 0, self.progress.packs_done
+        for epoch in range(self.progress.epoch, self.config.epochs):
+            order = packs(self.lengths, self.config.total_seq_len, self.config.seed, epoch)
+            left += max(0, math.ceil((len(order) - done) / self.per_step))
+            done = 0
+        return left
 
     def _items(self) -> Iterator[_Item]:
         """The optimizer steps still to take."""
@@ -341,8 +358,7 @@ class _Loop:
 
 def _lengths(rows: Rows) -> dict[str, int]:
     """Tokens that training reads of each row, rows without a supervised slot left out."""
-    found = {row_id: extent(rows.token_row(row_id)).num_tokens for row_id in rows.ids()}
-    return {row_id: length for row_id, length in found.items() if length}
+    return {row_id: extent.num_tokens for row_id, extent in rows.extents().items() if extent.num_tokens}
 
 
 def _note(metrics: StepMetrics, tokens_per_s: float) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from peagle.files import whole_file
 from peagle.train.step import StepResult
+from peagle.train.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,11 @@ class MetricsLog:
     Args:
         path: the file; None writes nothing.
         step: the run goes on after this step.
+        trackers: get the same figures; None if there are none.
     """
 
-    def __init__(self, path: Path | None, step: int) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, step: int, trackers: Trackers | None) -> None:
+        self._path, self._trackers = path, trackers
         if path is None:
             return
         kept = []
@@ -117,6 +119,8 @@ class MetricsLog:
 
     def write(self, kind: str, metrics: StepMetrics | Validation) -> None:
         """Append one line: {"kind": "train" | "validation", ...}; what is not finite becomes null."""
+        if self._trackers is not None:
+            self._trackers.log({kind: asdict(metrics)}, metrics.step)
         if self._path is None:
             return
         values = {key: _json(value) for key, value in asdict(metrics).items()}

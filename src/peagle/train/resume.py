@@ -47,6 +47,8 @@ class Progress:
     epoch: int = 0
     packs_done: int = 0
     """Packs of this epoch that are done, over all ranks."""
+    packs_per_step: int = 0
+    """Packs of an optimizer step, over all ranks: kept on a resume with another number of ranks."""
     due: str | None = None
     """Checkpoint that a signal kept from being validated and written under this name."""
     num_empty: int = 0

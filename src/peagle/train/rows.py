@@ -1,7 +1,7 @@
 """Where rows and their states come from, and what of a row training needs.
 
 `Rows` is all that the loop knows of a store, a list in memory, or a served verifier that makes states as they are asked
-for: ids, token rows for planning, stored rows for training, and a word about what will be asked for next.
+for: extents for planning, stored rows for training, and a word about what will be asked for next.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from torch import Tensor
 from peagle.data.rows import TokenRow
 from peagle.errors import StoreError
 from peagle.states.batch import StoredRow
+from peagle.states.store import StoreReader
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What of a row training can use."""
+
+    num_tokens: int
+    """Tokens up to the last one that a supervised slot reads: x_0 .. x_p, y_p being the row's last target."""
+    num_supervised: int
+    """Supervised pair slots."""
 
 
 class Rows(Protocol):
     """Rows with states, by id."""
 
-    def ids(self) -> list[str]:
-        """Every row, in a fixed order."""
-        ...
-
-    def token_row(self, row_id: str) -> TokenRow:
-        """Its tokens and loss mask; cheap, no states are read."""
+    def extents(self) -> dict[str, Extent]:
+        """How much of each row training uses, in a fixed order. No states are read."""
         ...
 
     def read(self, row_id: str) -> StoredRow:
-        """The row with its states. Called from another thread than the rest, and from two threads at once."""
+        """The row with its states, finite. Called from another thread than the rest, and from two threads at once."""
         ...
 
     def expect(self, row_ids: Sequence[str]) -> None:
@@ -45,12 +52,13 @@ class MemoryRows:
         self._rows = {stored.row.row_id: stored for stored in rows}
         if len(self._rows) != len(rows):
             raise ValueError("row ids must differ")
+        for stored in rows:
+            for name, states in (("aux_states", stored.aux_states), ("last_states", stored.last_states)):
+                if not torch.isfinite(states).all():
+                    raise StoreError(f"row {stored.row.row_id}: {name} hold NaN or infinity; it cannot be trained on")
 
-    def ids(self) -> list[str]:
-        return list(self._rows)
-
-    def token_row(self, row_id: str) -> TokenRow:
-        return self._rows[row_id].row
+    def extents(self) -> dict[str, Extent]:
+        return {row_id: extent(stored.row) for row_id, stored in self._rows.items()}
 
     def read(self, row_id: str) -> StoredRow:
         return self._rows[row_id]
@@ -59,14 +67,25 @@ class MemoryRows:
         pass
 
 
-@dataclass(frozen=True)
-class Extent:
-    """What of a row training can use."""
+class StoreRows:
+    """Some rows of a hidden-state store, whose extents are known.
 
-    num_tokens: int
-    """Tokens up to the last one that a supervised slot reads: x_0 .. x_p, y_p being the row's last target."""
-    num_supervised: int
-    """Supervised pair slots."""
+    Args:
+        reader: the store.
+        extents: of the rows to use.
+    """
+
+    def __init__(self, reader: StoreReader, extents: dict[str, Extent]) -> None:
+        self._reader, self._extents = reader, extents
+
+    def extents(self) -> dict[str, Extent]:
+        return self._extents
+
+    def read(self, row_id: str) -> StoredRow:
+        return self._reader.read(row_id)
+
+    def expect(self, row_ids: Sequence[str]) -> None:
+        pass
 
 
 def label_pos(row: TokenRow) -> Tensor:
@@ -89,12 +108,12 @@ def trim(stored: StoredRow) -> StoredRow:
     """Cut what no supervised slot reads off the end: a closing user turn, a replay tail. Losses stay what they were.
 
     Raises:
-        StoreError: the row's states do not fit its tokens, or are not finite.
+        StoreError: the row's states do not fit its tokens.
     """
     row = stored.row
     num_tokens = extent(row).num_tokens
     _check(stored)
-    if num_tokens == len(row.input_ids):
+    if num_tokens in (0, len(row.input_ids)):
         return stored
     kept = stored.label_pos < num_tokens
     cut = replace(
@@ -118,6 +137,3 @@ def _check(stored: StoredRow) -> None:
         or not torch.isin(label_pos(row), stored.label_pos).all()
     ):
         raise StoreError(f"row {row.row_id}: its target states are not those its loss mask asks for; extract it again")
-    for name, states in (("aux_states", stored.aux_states), ("last_states", stored.last_states)):
-        if not torch.isfinite(states).all():
-            raise StoreError(f"row {row.row_id}: {name} hold NaN or infinity; extract it again")

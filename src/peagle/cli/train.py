@@ -1,0 +1,22 @@
+"""`peagle train`."""
+
+from __future__ import annotations
+
+import signal
+
+from peagle.train.config import TrainConfig
+
+CONFIG = TrainConfig
+
+
+def run(config: TrainConfig) -> int:
+    """Train a P-EAGLE drafter on prepared rows and their hidden states.
+
+    Every checkpoint folder is servable as it is: `peagle serve SAVE_PATH/checkpoint_best`. The same command goes on
+    after SIGTERM, Ctrl-C or a crash. For several GPUs:
+    `torchrun --standalone --nproc_per_node 2 -m peagle train ...`.
+    """
+    from peagle.train.run import train
+
+    result = train(config)
+    return 130 if result.signal_number == signal.SIGINT else 0

@@ -1,0 +1,258 @@
+"""Everything that is decided before weights are loaded: which rows, which drafter, and every early refusal.
+
+Rank 0 decides and the others are told, so that no two ranks can differ, and a file that only one of them can read is no
+trouble. In: the config. Out: a `Decision` of JSON values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peagle import log
+from peagle.data.prepared import Prepared, load_prepared
+from peagle.data.rows import TokenRow
+from peagle.data.vocab import choose_vocab
+from peagle.drafter import DrafterConfig, config_for
+from peagle.errors import ConfigError, DataError, StoreError, TrainingError
+from peagle.states.store import StoreReader
+from peagle.train.config import TrainConfig
+from peagle.train.order import first_by_hash, packs, split
+from peagle.train.rows import Extent, extent
+from peagle.verifier.facts import VerifierFacts, load_facts
+from peagle.verifier.layers import resolve_aux_layer_ids
+from peagle.verifier.mask_token import resolve_mask_token
+from peagle.verifier.tokenizer import load_tokenizer
+from peagle.verifier.weights import fingerprint
+
+logger = logging.getLogger(__name__)
+
+# Below this a drafter learns next to nothing that it could show; the published recipe has some millions.
+_FEW_TOKENS = 10_000
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 decided; JSON values only."""
+
+    drafter: dict[str, Any]
+    """Fields of the `DrafterConfig`."""
+    draft_ids: list[int] | None
+    """Verifier ids of the pruned vocabulary."""
+    train: dict[str, list[int]]
+    """Extent of each training row: tokens, supervised pair slots."""
+    held_out: dict[str, list[int]]
+    """The same of the validation rows."""
+    dropped: dict[str, int]
+    """Prepared rows that are not used, by reason."""
+    num_prepared: int
+    save_dtype: str
+    mask_token_how: str
+    warnings: list[str]
+    data: dict[str, str]
+    """Hashes of what was read, for the manifest."""
+
+    def extents(self, which: dict[str, list[int]]) -> dict[str, Extent]:
+        """`train` or `held_out` as records."""
+        return {row_id: Extent(*values) for row_id, values in which.items()}
+
+    def drafter_config(self) -> DrafterConfig:
+        """The drafter's shape."""
+        return DrafterConfig.build(self.drafter)
+
+    def fingerprint(self, config: TrainConfig) -> dict[str, Any]:
+        """What must be the same for a run to go on from a checkpoint."""
+        shape = {key: value for key, value in self.drafter.items() if key not in ("verifier", "verifier_architectures")}
+        return json.loads(
+            json.dumps(
+                {
+                    **shape,
+                    "draft_vocabulary": None if self.draft_ids is None else _digest(self.draft_ids),
+                    "rows": _digest([self.train, self.held_out]),
+                    "seed": config.seed,
+                    "total_seq_len": config.total_seq_len,
+                    "optimizer": config.optimizer,
+                    "train_embeddings": config.train_embeddings,
+                    "train_lm_head": config.train_lm_head,
+                }
+            )
+        )
+
+
+def hidden_states_path(config: TrainConfig) -> Path:
+    """Where the store is."""
+    return config.hidden_states_path or config.data_path / "hidden_states"
+
+
+def decide(config: TrainConfig) -> Decision:
+    """Look at everything that is cheap to look at, and refuse what cannot work.
+
+    Raises:
+        PeagleError: one line for whatever does not fit: data, store, verifier, flags.
+    """
+    prepared = load_prepared(config.data_path)
+    store = StoreReader.open(hidden_states_path(config))
+    facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
+    _same_verifier(config, facts, prepared, store)
+    rows = _rows(config, facts, prepared, store)
+    tokenizer = load_tokenizer(config.verifier_name_or_path, config.trust_remote_code)
+    mask = resolve_mask_token(tokenizer, facts.vocab_size, config.mask_token_id, rows.seen_ids)
+    vocab = choose_vocab(prepared, tokenizer, facts.eos_token_ids, config.draft_vocab_size)
+    drafter = config_for(
+        facts,
+        config.speculator_type,
+        config.draft_arch,
+        config.num_layers,
+        config.intermediate_size,
+        config.num_depths,
+        store.spec.aux_layer_ids,
+        None if vocab.is_full else vocab.size,
+        mask.id,
+        config.norm_before_residual,
+        config.norm_before_fc,
+    )
+    train_ids, held_out_ids = split(first_by_hash(list(rows.extents), config.max_samples), config.train_data_ratio)
+    warnings = [mask.warning] if mask.warning else []
+    if not vocab.is_full:
+        left_out = vocab.mass_left_out(prepared.frequencies)
+        logger.info("draft vocabulary: %d of %d tokens, %.2f %% of the supervised ones left out",
+                    vocab.size, facts.vocab_size, 100 * left_out)  # fmt: skip
+    num_supervised = sum(rows.extents[row_id].num_supervised for row_id in train_ids)
+    if num_supervised < _FEW_TOKENS:
+        warnings.append(
+            f"only {len(train_ids)} rows with {num_supervised} supervised tokens to train on: expect few accepted "
+            "tokens. The published recipe has 5,000 conversations, some millions of tokens"
+        )
+    for lengths in (train_ids, held_out_ids):
+        packs({row_id: rows.extents[row_id].num_tokens for row_id in lengths}, config.total_seq_len, config.seed, None)
+    return Decision(
+        drafter.model_dump(mode="json"),
+        None if vocab.is_full else vocab.ids.tolist(),
+        {row_id: list(asdict(rows.extents[row_id]).values()) for row_id in train_ids},
+        {row_id: list(asdict(rows.extents[row_id]).values()) for row_id in held_out_ids},
+        rows.dropped,
+        len(prepared),
+        facts.dtype if config.save_dtype == "auto" else config.save_dtype,
+        mask.how,
+        warnings,
+        {
+            "rows_sha256": str(prepared.summary.get("rows_sha256", "")),
+            "tokenizer_sha256": str(prepared.summary.get("tokenizer_sha256", "")),
+            "verifier_fingerprint": store.spec.verifier_fingerprint,
+        },
+    )
+
+
+def _same_verifier(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, store: StoreReader) -> None:
+    """Refuse rows or states that were made for another verifier, or with other layers."""
+    spec, where = store.spec, store.folder
+    if config.target_layer_ids is not None:
+        wanted = resolve_aux_layer_ids(facts.num_layers, config.target_layer_ids)
+        if wanted != spec.aux_layer_ids:
+            raise StoreError(
+                f"{where}: the store has layers {_listed(spec.aux_layer_ids)}, --target-layer-ids asks for "
+                f"{_listed(wanted)}. Extract again, or leave --target-layer-ids away."
+            )
+    for name in ("hidden_size", "num_layers", "vocab_size"):
+        if getattr(spec, name) != getattr(facts, name):
+            raise StoreError(
+                f"{where}: the store was made by {spec.verifier} ({name} {getattr(spec, name)}), "
+                f"{facts.name_or_path} has {getattr(facts, name)}; extract again with this verifier"
+            )
+    if spec.verifier_fingerprint and fingerprint(facts) != spec.verifier_fingerprint:
+        raise StoreError(
+            f"{where}: the store was made by other weights ({spec.verifier}) than those of {facts.name_or_path}; "
+            "extract again with this verifier"
+        )
+    if prepared.summary["vocab_size"] != facts.vocab_size:
+        raise DataError(
+            f"{config.data_path}: prepared for {prepared.summary.get('model')} (vocabulary "
+            f"{prepared.summary['vocab_size']}), {facts.name_or_path} has {facts.vocab_size}; prepare again for it"
+        )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    extents: dict[str, Extent]
+    dropped: dict[str, int]
+    seen_ids: set[int]
+
+
+def _rows(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, store: StoreReader) -> _Rows:
+    """The rows that can be trained on: prepared, stored as prepared, and supervised somewhere."""
+    extents: dict[str, Extent] = {}
+    missing: list[str] = []
+    num_silent = 0
+    seen = torch.zeros(facts.vocab_size, dtype=torch.bool)
+    with log.progress("check rows", len(prepared), "rows") as meter:
+        for index in range(len(prepared)):
+            row = prepared.row(index)
+            meter.advance(1)
+            ids = torch.tensor(row.input_ids)
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < facts.vocab_size:
+                raise DataError(
+                    f"row {row.row_id}: token id {int(ids.max())} is beyond the verifier's {facts.vocab_size} rows; "
+                    "prepare again with this model"
+                )
+            seen[ids] = True
+            found = extent(row)
+            if not found.num_supervised:
+                num_silent += 1
+            elif row.row_id not in store:
+                missing.append(row.row_id)
+            else:
+                _same_row(row, store)
+                extents[row.row_id] = found
+    if not extents and not missing:
+        raise TrainingError(
+            f"{config.data_path}: 0 of {len(prepared)} rows have a supervised token; look at them with `peagle inspect`"
+        )
+    if missing and (config.on_missing == "raise" or not extents):
+        raise StoreError(
+            f"{store.folder}: no hidden states of {len(missing)} of {len(prepared)} prepared rows (the first is "
+            f"{missing[0]}). Run `peagle extract` to its end, or train on the others with --on-missing skip."
+        )
+    dropped = {"no hidden states in the store": len(missing), "nothing supervised": num_silent}
+    return _Rows(extents, {why: count for why, count in dropped.items() if count}, set(seen.nonzero()[:, 0].tolist()))
+
+
+def _same_row(row: TokenRow, store: StoreReader) -> None:
+    """Refuse states of other tokens: a row that was prepared again with another length or template."""
+    entry = store.entry(row.row_id)
+    if entry.ids_sha256 != _sha256(row.input_ids):
+        raise StoreError(
+            f"{store.folder}: row {row.row_id} was stored with other tokens ({entry.num_tokens}, prepared "
+            f"{len(row.input_ids)}); the data was prepared again since. Extract again."
+        )
+    if entry.mask_sha256 != _sha256([*row.loss_mask, int(row.next_is_supervised), row.tail_length]):
+        raise StoreError(
+            f"{store.folder}: row {row.row_id} was stored with another loss mask; the data was prepared again since. "
+            "Extract again."
+        )
+
+
+def _sha256(values: list[int]) -> str:
+    """`files.sha256_ids`, at once."""
+    return hashlib.sha256(np.asarray(values, dtype="<i8").tobytes()).hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _listed(ids: Iterable[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+def need_save_path(config: TrainConfig) -> None:
+    """Refuse a --save-path that is no folder."""
+    if config.save_path.exists() and not config.save_path.is_dir():
+        raise ConfigError(f"--save-path {config.save_path}: is a file, expected a folder")

@@ -1,0 +1,227 @@
+"""`peagle train`: from prepared rows and their states to checkpoints. Decide, load, initialise, fit, record."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from peagle import log
+from peagle.drafter import Drafter
+from peagle.drafter.checkpoint import DTYPES
+from peagle.errors import ConfigError, DiskError
+from peagle.files import free_bytes
+from peagle.states.store import StoreReader
+from peagle.train.config import TrainConfig
+from peagle.train.decide import Decision, decide, hidden_states_path, need_save_path
+from peagle.train.distributed import COLLECTIVE_TIMEOUT_S, World, start, stop
+from peagle.train.initialise import initialise
+from peagle.train.loop import FitResult, fit
+from peagle.train.masters import HEAD, choose_trained
+from peagle.train.resume import LAST, Keeper, discover, remove_all
+from peagle.train.rows import StoreRows
+from peagle.train.trackers import Trackers, open_trackers
+from peagle.verifier.facts import load_facts
+from peagle.verifier.weights import VerifierHead, load_embedding, load_head
+
+logger = logging.getLogger(__name__)
+
+_GB = 1 << 30
+
+
+def train(config: TrainConfig) -> FitResult:
+    """Train a drafter and write its checkpoints.
+
+    Returns:
+        What was done; `signal_number` tells whether a signal ended it.
+
+    Raises:
+        PeagleError: what does not fit, before any weights are loaded; a full disk; gradients that stay not finite.
+    """
+    began_s = time.monotonic()
+    need_save_path(config)
+    world = start(config.device, COLLECTIVE_TIMEOUT_S)
+    try:
+        decision = Decision(**world.from_main("decision", lambda: asdict(decide(config))))
+        for warning in decision.warnings if world.is_main else []:
+            logger.warning("%s", warning)
+        trackers = _trackers(config, world)
+        world.from_main("save_path", lambda: _prepare_save_path(config))
+        drafter, head, rows, held_out = _load(config, decision, world)
+        world.from_main("disk", lambda: _check_disk(config, decision, drafter))
+        facts = {
+            "num_rows": len(decision.train),
+            "num_supervised_tokens": sum(values[1] for values in decision.train.values()),
+        }
+        keeper = Keeper(
+            config.save_path, decision.save_dtype, config.keep_last, decision.fingerprint(config), facts, world
+        )
+        _greet(config, decision, drafter, world)
+        result = fit(drafter, head, rows, held_out, config, world, keeper, config.save_path / "metrics.jsonl", trackers)
+        if world.is_main:
+            _record(config, decision, world, result, facts, time.monotonic() - began_s)
+        if trackers is not None:
+            trackers.close()
+        return result
+    finally:
+        stop()
+
+
+def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafter, VerifierHead, StoreRows, StoreRows]:
+    """The drafter before its first step, the verifier's head, and the two sets of rows. Each rank reads its own."""
+    found: list[Any] = []
+
+    def load() -> None:
+        store = StoreReader.open(hidden_states_path(config))
+        facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
+        rows = StoreRows(store, decision.extents(decision.train))
+        held_out = StoreRows(store, decision.extents(decision.held_out))
+        head, embedding = load_head(facts), load_embedding(facts)
+        draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
+        drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, rows, config.seed)
+        found.extend([drafter, head, rows, held_out])
+
+    world.together("load", load)
+    drafter, head, rows, held_out = found
+    return drafter, head, rows, held_out
+
+
+def _trackers(config: TrainConfig, world: World) -> Trackers | None:
+    found: list[Trackers] = []
+
+    def begin() -> None:
+        settings = config.model_dump(mode="json")
+        found.append(open_trackers(config.log_to, config.save_path, config.save_path.name, settings))
+
+    if config.log_to:
+        config.save_path.mkdir(parents=True, exist_ok=True)
+        world.from_main("trackers", begin)
+    return found[0] if found else None
+
+
+def _prepare_save_path(config: TrainConfig) -> None:
+    """Make the folder; without resuming, remove the checkpoints that an earlier run left there."""
+    try:
+        config.save_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--save-path {config.save_path}: cannot be made ({error.strerror})") from None
+    if not config.resume_from_checkpoint:
+        gone = remove_all(config.save_path)
+        if gone:
+            logger.info("--no-resume-from-checkpoint: removed checkpoints %s of an earlier run", ", ".join(gone))
+
+
+def checkpoint_bytes(config: TrainConfig, save_dtype: str, drafter: Drafter) -> int:
+    """What one checkpoint takes on disk: the drafter, its float32 masters, the optimizer's state."""
+    choose_trained(drafter, config.train_embeddings, config.train_lm_head)
+    saved = masters = 0
+    for name, parameter in drafter.named_parameters():
+        saved += parameter.numel() * DTYPES[save_dtype].itemsize
+        if parameter.requires_grad:
+            whole = parameter.dim() != 2 or name in ("embed_tokens.weight", HEAD) or config.optimizer == "adamw"
+            masters += parameter.numel() * 4 * (3 if whole else 2)
+    tables = sum(buffer.numel() * buffer.element_size() for buffer in drafter.buffers())
+    return saved + masters + tables
+
+
+def _check_disk(config: TrainConfig, decision: Decision, drafter: Drafter) -> None:
+    """Refuse to start where not even one checkpoint fits beside the one before; warn where not all of them will."""
+    one = checkpoint_bytes(config, decision.save_dtype, drafter)
+    free = free_bytes(config.save_path)
+    # A checkpoint is written beside the one that it replaces or follows.
+    if free < 1.02 * one:
+        raise DiskError(
+            f"{config.save_path}: a checkpoint takes {one / _GB:.2f} GB, {free / _GB:.2f} GB are free; free some, or "
+            "take another --save-path"
+        )
+    written = len(discover(config.save_path))
+    epochs = math.ceil(config.epochs / config.checkpoint_freq)
+    expected = max(0, epochs - written if config.keep_last is None else config.keep_last + 2 - written)
+    if free < 1.02 * one * expected:
+        logger.warning(
+            "%s: %d checkpoints of %.2f GB are to come, %.2f GB are free; --keep-last 1 needs three times one",
+            config.save_path,
+            expected,
+            one / _GB,
+            free / _GB,
+        )
+
+
+def _greet(config: TrainConfig, decision: Decision, drafter: Drafter, world: World) -> None:
+    shape = drafter.config
+    millions = sum(p.numel() for p in drafter.parameters()) / 1e6
+    logger.info(
+        "drafter: %d %s layers, hidden %d, %.1f M parameters, draft vocabulary %d, layers %s of the verifier, "
+        "mask token %d (%s)",
+        shape.num_layers,
+        shape.layer_type,
+        shape.hidden_size,
+        millions,
+        shape.draft_vocab_size,
+        list(shape.aux_layer_ids),
+        shape.mask_token_id,
+        decision.mask_token_how,
+    )
+    logger.info(
+        "rows: %d to train on, %d to validate; %d rank%s on %s",
+        len(decision.train),
+        len(decision.held_out),
+        world.size,
+        "" if world.size == 1 else "s",
+        world.device.type,
+    )
+
+
+def _record(
+    config: TrainConfig, decision: Decision, world: World, result: FitResult, facts: dict[str, int], seconds: float
+) -> None:
+    """`run.yaml`, `manifest.json`, and the last line."""
+    progress = result.progress
+    kept = [one.folder.name for one in discover(config.save_path)]
+    if not kept:
+        raise DiskError(f"{config.save_path}: no checkpoint was written")
+    used = len(decision.train) + len(decision.held_out)
+    dropped = {**decision.dropped}
+    if config.max_samples is not None:
+        dropped["over --max-samples"] = decision.num_prepared - used - sum(decision.dropped.values())
+    log.write_run(
+        config.save_path,
+        "train",
+        config,
+        {
+            "seed": config.seed,
+            "inputs": decision.data,
+            "rows_read": decision.num_prepared,
+            "rows_trained": len(decision.train),
+            "rows_validated": len(decision.held_out),
+            "rows_dropped": dropped,
+            **facts,
+            "mask_token": {"id": decision.drafter["mask_token_id"], "how": decision.mask_token_how},
+            "warnings": decision.warnings,
+            "world_size": world.size,
+            "device": str(world.device),
+            "steps": progress.step,
+            "steps_empty": progress.num_empty,
+            "steps_not_finite": progress.num_not_finite,
+            "checkpoints": kept,
+            "checkpoint_best": progress.best.name,
+            "acceptance_length": progress.best.score,
+            "seconds": round(seconds, 2),
+        },
+    )
+    why = "; ".join(f"{reason}: {count}" for reason, count in dropped.items() if count) or "none"
+    logger.info("read %d rows, trained on %d and validated on %d, dropped %s; wrote checkpoints %s to %s in %s",
+                decision.num_prepared, len(decision.train), len(decision.held_out), why, ", ".join(kept),
+                config.save_path, log.duration(seconds))  # fmt: skip
+    if result.signal_number is not None:
+        logger.info("stopped by signal %d after step %d; the same command goes on", result.signal_number, progress.step)
+    elif progress.best.name is None:
+        logger.warning("no validation score, so there is no checkpoint_best; %s is usable", config.save_path / LAST)
+    else:
+        logger.info(
+            "best by validation: checkpoint %s, acceptance length %.3f", progress.best.name, progress.best.score
+        )

@@ -1,0 +1,139 @@
+"""Claims about groups, masters and clipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from peagle.errors import CheckpointError
+from peagle.train.masters import EMBEDDING, HEAD, Masters, choose_trained
+from peagle.train.optimizer import Optimizer, groups
+from tests.train.problem import ALONE, config, drafter, drafter_config
+
+
+def masters(train_embeddings: str = "all", dtype: torch.dtype = torch.float32, head: bool = False) -> Masters:
+    model = drafter()
+    choose_trained(model, train_embeddings, head)
+    row = drafter_config().mask_token_id if train_embeddings == "mask-token" else None
+    return Masters(model, dtype, row, ALONE, False)
+
+
+def give_gradients(made: Masters, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    for tensor in made.tensors.values():
+        tensor.grad = torch.randn(tensor.shape, generator=source).to(tensor.dtype)
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+    made = masters(head=True)
+    found = {
+        g.name: g for g in groups(config(optimizer="muon", lr=1e-3), {n: t.shape for n, t in made.tensors.items()})
+    }
+    assert found["matrices"].is_muon
+    assert "fc.weight" in found["matrices"].tensors
+    assert "layers.1.mlp.up_proj.weight" in found["matrices"].tensors
+    assert set(found["embeddings"].tensors) == {EMBEDDING, HEAD}
+    assert {"norm.weight", "mask_hidden", "layers.0.hidden_norm.weight"} <= set(found["vectors"].tensors)
+    assert found["matrices"].lr == pytest.approx(1e-2)
+    assert found["vectors"].lr == found["embeddings"].lr == 1e-3
+    assert found["vectors"].weight_decay == found["embeddings"].weight_decay == 0
+
+
+def test_rates_of_groups_are_their_own():
+    made = masters()
+    found = {
+        g.name: g.lr
+        for g in groups(
+            config(optimizer="muon", lr=1e-3, muon_lr=5e-3, embedding_lr=2e-4),
+            {n: t.shape for n, t in made.tensors.items()},
+        )
+    }
+    assert found == {"matrices": 5e-3, "embeddings": 2e-4, "vectors": 1e-3}
+    alone = groups(config(optimizer="adamw", lr=1e-3), {n: t.shape for n, t in made.tensors.items()})
+    assert {g.lr for g in alone} == {1e-3}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_only_the_mask_token_s_row_moves_when_only_it_is_trained(kind):
+    made = masters("mask-token")
+    before = made.drafter.embed_tokens.weight.detach().clone()
+    optimizer = Optimizer(config(optimizer=kind), made)
+    for seed in range(3):
+        give_gradients(made, seed)
+        optimizer.step(1.0)
+        made.publish()
+    moved = (made.drafter.embed_tokens.weight != before).any(1)
+    assert moved.nonzero().flatten().tolist() == [drafter_config().mask_token_id]
+    assert made.tensors[EMBEDDING].shape[0] == 1
+
+
+def test_a_frozen_embedding_and_a_frozen_head_have_no_master():
+    assert EMBEDDING not in masters("none").tensors
+    assert HEAD not in masters("all").tensors
+    assert HEAD in masters("all", head=True).tensors
+
+
+def test_bfloat16_computes_on_copies_of_float32_masters():
+    made = masters("all", torch.bfloat16)
+    weight = made.drafter.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.bfloat16
+    assert made.drafter.lm_head.weight.dtype == torch.bfloat16
+    assert made.tensors["layers.0.mlp.up_proj.weight"].dtype == torch.float32
+    optimizer = Optimizer(config(optimizer="adamw", lr=1e-5), made)
+    start = made.tensors["layers.0.mlp.up_proj.weight"].clone()
+    for seed in range(20):  # each step is far below bfloat16's resolution
+        give_gradients(made, seed)
+        optimizer.step(1.0)
+        made.publish()
+    master = made.tensors["layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(master, start)
+    torch.testing.assert_close(weight.float(), master, rtol=1e-2, atol=1e-6)
+
+
+def test_bfloat16_gradients_are_added_up_in_float32():
+    made = masters("all", torch.bfloat16)
+    weight = made.drafter.get_parameter("norm.weight")
+    with made.step():
+        for _ in range(1000):
+            (weight * 0.001).sum().backward()
+    # 1,000 times 0.001 in bfloat16 alone stalls far below 1.
+    torch.testing.assert_close(made.tensors["norm.weight"].grad, torch.full((16,), 1.0), rtol=5e-3, atol=0)
+    assert made.tensors["fc.weight"].grad.abs().sum() == 0
+
+
+def test_the_norm_is_that_of_all_gradients_together():
+    made = masters()
+    give_gradients(made, 3)
+    whole = torch.cat([tensor.grad.flatten() for tensor in made.tensors.values()])
+    assert made.norm().item() == pytest.approx(whole.norm().item(), rel=1e-6)
+    made.scale(0.5)
+    assert made.norm().item() == pytest.approx(whole.norm().item() / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_that_was_saved_and_loaded_gives_the_same_next_step(kind):
+    first, second = masters(), masters()
+    optimizer = Optimizer(config(optimizer=kind), first)
+    for seed in range(2):
+        give_gradients(first, seed)
+        optimizer.step(0.7)
+    other = Optimizer(config(optimizer=kind), second)
+    for name, tensor in first.tensors.items():
+        second.load(name, second.tensors[name], tensor.detach().clone())
+    tensors, steps = optimizer.state()
+    other.load({name: tensor.clone() for name, tensor in tensors.items()}, steps, "here")
+    for made, stepper in ((first, optimizer), (second, other)):
+        give_gradients(made, 7)
+        stepper.step(0.3)
+    for name in first.tensors:
+        assert torch.equal(first.tensors[name], second.tensors[name]), name
+
+
+def test_state_of_another_optimizer_is_refused():
+    made = masters()
+    optimizer = Optimizer(config(optimizer="adamw"), made)
+    give_gradients(made, 0)
+    optimizer.step(1.0)
+    tensors, steps = optimizer.state()
+    with pytest.raises(CheckpointError, match="another --optimizer"):
+        Optimizer(config(optimizer="muon"), masters()).load(tensors, steps, "here")
