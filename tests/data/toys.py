@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from peagle.cli.main import main
@@ -16,6 +16,9 @@ TEXT = (
     "system user assistant tool hello world what is the answer to this question The answer is 42 .\n\n"
     "I think that we can do it . work then say so </think> <think>\n analysis final commentary\n\n\n"
 ) * 30
+
+# How Llama 3 and Qwen split text: line feeds with what is before them, digits alone.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHATML = """{%- for message in messages -%}
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -135,9 +138,7 @@ BOTH_TAGS = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n<think>\\n' }}{%- endif -%}"""
 
-COUNTER = CHATML.replace(
-    "{{ '<|im_start|>' +", "{{ '<|im_start|>' + (messages | length) | string + ' turns ' +", 1
-)
+COUNTER = CHATML.replace("{{ '<|im_start|>' +", "{{ '<|im_start|>' + (messages | length) | string + ' turns ' +", 1)
 
 TOOLS = """{%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
@@ -183,7 +184,9 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str, str | None, str]] = {
 @functools.cache
 def _trained(specials: tuple[str, ...], plain: tuple[str, ...]) -> str:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, special_tokens=[]
