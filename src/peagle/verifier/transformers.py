@@ -148,7 +148,7 @@ class TransformersVerifier:
         error = float((mine - own).abs().max() / own.abs().max())
         if not error < _HEAD_TOLERANCE[self.dtype]:
             raise VerifierError(
-                f"{self.facts.name_or_path}: head(norm(last states)) differs from the model's own logits by {error:.2g} "
+                f"{self.facts.name_or_path}: head(norm(last states)) differs from the model's own by {error:.2g} "
                 f"of the largest: peagle does not know how the {self.facts.model_type} family computes them"
             )
 
