@@ -1,0 +1,186 @@
+"""The tensors that vLLM loads for a drafter: names, shapes, dtypes, values."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+
+import torch
+
+from peagle.serve.config_rules import ServedShape
+from peagle.serve.findings import Findings
+from peagle.serve.raw_checkpoint import RawCheckpoint
+
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CHUNK_ROWS = 8192
+_NOT_LOADED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def expected_shapes(shape: ServedShape) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that must be there."""
+    hidden, heads = shape.hidden_size, shape.num_heads * shape.head_dim
+    kv, mlp = shape.num_kv_heads * shape.head_dim, shape.intermediate_size
+    fc_in = shape.num_aux * shape.target_hidden_size
+    found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, fc_in), "norm.weight": (hidden,)}
+    if shape.norm_before_fc:
+        found["input_norm.weight"] = (fc_in,)
+    if shape.fc_norm:
+        found |= {f"fc_norm.{i}.weight": (shape.target_hidden_size,) for i in range(shape.num_aux)}
+    for i in range(shape.num_layers):
+        width = 2 * hidden if i == 0 else hidden
+        layer = f"layers.{i}"
+        if i == 0:
+            found[f"{layer}.hidden_norm.weight"] = (hidden,)
+        found |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (heads, width),
+            f"{layer}.self_attn.k_proj.weight": (kv, width),
+            f"{layer}.self_attn.v_proj.weight": (kv, width),
+            f"{layer}.self_attn.o_proj.weight": (hidden, heads),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.up_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, mlp),
+        }
+        if shape.layer_type == "qwen3":
+            found |= {f"{layer}.self_attn.{name}_norm.weight": (shape.head_dim,) for name in ("q", "k")}
+        if shape.attention_bias:
+            found |= {f"{layer}.self_attn.{n}_proj.bias": (size,) for n, size in (("q", heads), ("k", kv), ("v", kv))}
+            if shape.layer_type == "llama":
+                found[f"{layer}.self_attn.o_proj.bias"] = (hidden,)
+    return found
+
+
+def check_tensors(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
+    """Compare the files with what the config makes vLLM expect, then look at the values."""
+    expected = expected_shapes(shape)
+    pruned = shape.draft_vocab_size != shape.vocab_size
+    optional = {
+        "embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        "lm_head.weight": (shape.draft_vocab_size, shape.hidden_size),
+        "t2d": (shape.vocab_size,),
+        "d2t": (shape.draft_vocab_size,),
+    }
+    for name, size in expected.items():
+        if name not in raw.tensors:
+            near = difflib.get_close_matches(name, set(raw.tensors) - set(expected), n=1, cutoff=0.8)
+            hint = f"; is it {near[0]}?" if near else ""
+            findings.error(name, f"missing: vLLM would serve it uninitialized or refuse to load{hint}")
+        else:
+            _check_shape(raw, name, size, shape, findings)
+    for name, size in optional.items():
+        if name in raw.tensors:
+            _check_shape(raw, name, size, shape, findings)
+    if shape.kind == "peagle":
+        _check_mask_hidden(raw, shape, findings)
+    if pruned and "lm_head.weight" not in raw.tensors:
+        findings.error("lm_head.weight", "missing: a head of another vocabulary cannot be shared with the verifier")
+    if "embed_tokens.weight" not in raw.tensors:
+        findings.note("embed_tokens.weight", "absent: vLLM shares the verifier's embedding")
+        if shape.kind == "peagle":
+            findings.warning(
+                "embed_tokens.weight", "absent: P-EAGLE trains its embedding, and the mask token's row with it"
+            )
+    known = {*expected, *optional, *_NOT_LOADED, "mask_hidden"}
+    for name in sorted(set(raw.tensors) - known):
+        findings.error(
+            name, f"unknown tensor in {raw.tensors[name].file.name}: vLLM stops at names that it has no place for"
+        )
+    _check_dtypes(raw, shape, findings)
+    _check_values(raw, findings)
+    check_vocabulary(raw, shape, findings)
+
+
+def _check_shape(raw: RawCheckpoint, name: str, size: tuple[int, ...], shape: ServedShape, findings: Findings) -> None:
+    found = raw.tensors[name].shape
+    if found == size:
+        return
+    why = ""
+    if name == "fc.weight" and found[:1] == size[:1]:
+        why = f"; vLLM takes {shape.num_aux} verifier layers of {shape.target_hidden_size} from the config"
+    findings.error(name, f"is {list(found)}, the config makes it {list(size)}{why}")
+
+
+def _check_mask_hidden(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
+    name, size = "mask_hidden", shape.num_aux * shape.target_hidden_size
+    if name not in raw.tensors:
+        findings.error(name, "missing: vLLM refuses a P-EAGLE drafter without the state of its mask slots")
+        return
+    found = raw.tensors[name].shape
+    if torch.Size(found).numel() != size:
+        findings.error(name, f"is {list(found)}, expected [1, 1, {size}]: raw verifier states, before fc")
+        return
+    if not bool(raw.read(name).any()):
+        findings.warning(name, "is all zeros; was it trained?")
+
+
+def _check_dtypes(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
+    kinds: Counter[str] = Counter()
+    for name, info in raw.tensors.items():
+        if name in ("d2t", "t2d"):
+            continue
+        if not info.is_float:
+            findings.error(name, f"is {info.dtype}; drafter weights are float32, float16 or bfloat16")
+        else:
+            kinds[_DTYPE_NAMES[info.dtype]] += 1
+    if len(kinds) > 1:
+        common, _ = kinds.most_common(1)[0]
+        odd = sorted(n for n, i in raw.tensors.items() if i.is_float and _DTYPE_NAMES[i.dtype] != common)
+        findings.error(odd[0], f"tensors are of several dtypes ({', '.join(sorted(kinds))}); write all in one")
+    elif kinds:
+        (only,) = kinds
+        if shape.dtype is None:
+            findings.error("config.json", f"dtype is missing; the tensors are {only}")
+        elif str(shape.dtype).removeprefix("torch.") != only:
+            findings.error("config.json", f"dtype is {shape.dtype}, the tensors are {only}")
+
+
+def _check_values(raw: RawCheckpoint, findings: Findings) -> None:
+    for name, info in sorted(raw.tensors.items()):
+        if not info.is_float:
+            continue
+        finite, largest = True, 0.0
+        for part in raw.chunks(name, _CHUNK_ROWS):
+            low, high = torch.aminmax(part.float())
+            finite = finite and bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+            largest = max(largest, float(low.abs()), float(high.abs()))
+        if not finite:
+            findings.error(name, "holds NaN or infinity; go back to an earlier checkpoint")
+        elif largest == 0.0 and name != "mask_hidden" and not name.endswith("bias"):
+            findings.warning(name, "is all zeros; was it ever trained or copied?")
+
+
+def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
+    """The map of a pruned vocabulary: verifier id = draft id + d2t[draft id]."""
+    pruned = shape.draft_vocab_size != shape.vocab_size
+    if "d2t" not in raw.tensors:
+        if pruned:
+            findings.error(
+                "d2t",
+                f"missing: the draft vocabulary has {shape.draft_vocab_size} of {shape.vocab_size} tokens, and vLLM "
+                "would take draft ids for verifier ids without a word",
+            )
+        return
+    info = raw.tensors["d2t"]
+    if info.dtype not in ("I64", "I32") or info.shape != (shape.draft_vocab_size,):
+        findings.error("d2t", f"is {info.dtype} {list(info.shape)}, expected int64 [{shape.draft_vocab_size}]")
+        return
+    ids = raw.read("d2t").long() + torch.arange(shape.draft_vocab_size)
+    if int(ids.min()) < 0 or int(ids.max()) >= shape.vocab_size:
+        bad = int(((ids < 0) | (ids >= shape.vocab_size)).nonzero()[0])
+        findings.error(
+            "d2t",
+            f"draft id {bad} maps to {int(ids[bad])}, outside 0..{shape.vocab_size - 1}; d2t holds offsets, not ids",
+        )
+        return
+    if len(ids.unique()) != len(ids):
+        findings.error("d2t", f"{len(ids) - len(ids.unique())} draft ids map to a token that another one maps to")
+    if not pruned and bool(raw.read("d2t").any()):
+        findings.error("d2t", "is not zero, but the vocabulary is not pruned: vLLM does not apply it")
+    if "t2d" in raw.tensors:
+        table = raw.read("t2d")
+        if table.shape != (shape.vocab_size,):
+            return  # said already
+        chosen = table.bool().nonzero()[:, 0]
+        if not torch.equal(chosen, ids.sort().values):
+            findings.error("t2d", "names other tokens than d2t, which holds offsets: verifier id = draft id + d2t")

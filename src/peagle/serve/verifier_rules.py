@@ -1,0 +1,143 @@
+"""Whether a checkpoint fits the verifier that it names, and the engine that would serve both."""
+
+from __future__ import annotations
+
+import torch
+from safetensors import SafetensorError
+
+from peagle.errors import ConfigError, VerifierError
+from peagle.serve.config_rules import ServedShape
+from peagle.serve.findings import Findings
+from peagle.serve.raw_checkpoint import RawCheckpoint
+from peagle.verifier.facts import VerifierFacts, load_facts
+from peagle.verifier.vllm_support import MIN_VERSION, Engine, detour_arguments, needs_detour
+from peagle.verifier.weights import load_embedding
+
+MIN_EAGLE3 = (0, 10)
+"""First vLLM that reads Speculators' EAGLE-3 checkpoints."""
+_SAMPLED_ROWS = 4096
+_UNRELATED_COSINE = 0.1
+
+
+def check_verifier(
+    shape: ServedShape, name_or_path: str, trust_remote_code: bool, findings: Findings
+) -> VerifierFacts | None:
+    """Reach the verifier and compare its configuration; returns its facts if it can be reached."""
+    try:
+        facts = load_facts(name_or_path, trust_remote_code)
+    except VerifierError as error:
+        findings.error(
+            "verifier", f"cannot be reached: {error}. Name it with --verifier-name-or-path, or correct config.json"
+        )
+        return None
+    if name_or_path != shape.verifier:
+        findings.warning(
+            "verifier", f"checked against {name_or_path}; config.json names {shape.verifier}, which vLLM would load"
+        )
+    if shape.verifier_architectures and tuple(facts.architectures) != shape.verifier_architectures:
+        findings.error(
+            "verifier",
+            f"is a {', '.join(facts.architectures)}; the drafter was made for a "
+            f"{', '.join(shape.verifier_architectures)}",
+        )
+    for mine, its, what in (
+        (shape.target_hidden_size, facts.hidden_size, "target_hidden_size"),
+        (shape.vocab_size, facts.vocab_size, "vocab_size"),
+        (shape.hidden_size, facts.hidden_size, "hidden_size"),
+    ):
+        if mine != its:
+            findings.error("config.json", f"{what} is {mine}, the verifier's {what.removeprefix('target_')} is {its}")
+    beyond = [i for i in shape.aux_layer_ids if i > facts.num_layers]
+    if beyond:
+        findings.error(
+            "config.json", f"layer id {beyond[0]} does not exist in the verifier, which has {facts.num_layers} layers"
+        )
+    if shape.mask_token_id is not None and shape.mask_token_id in facts.eos_token_ids:
+        findings.warning("config.json", f"mask_token_id {shape.mask_token_id} is the verifier's end token")
+    if shape.dtype and str(shape.dtype).removeprefix("torch.") != facts.dtype:
+        findings.warning(
+            "config.json", f"dtype is {shape.dtype}, the verifier's {facts.dtype}; vLLM converts the drafter to its own"
+        )
+    return facts
+
+
+def check_length(shape: ServedShape, facts: VerifierFacts, max_model_len: int | None, findings: Findings) -> None:
+    """Compare the drafter's rotary table with the length that the server would serve."""
+    length = max_model_len or facts.max_position_embeddings
+    if shape.max_position_embeddings < length:
+        findings.warning(
+            "config.json",
+            f"max_position_embeddings is {shape.max_position_embeddings}, the server's length {length}: vLLM lengthens "
+            f"the rotary table, but the drafter was not trained past its own; write {length}, or serve with "
+            f"--max-model-len {shape.max_position_embeddings}",
+        )
+
+
+def check_end_tokens(raw: RawCheckpoint, shape: ServedShape, facts: VerifierFacts, findings: Findings) -> None:
+    """A pruned vocabulary should keep the tokens that end an answer."""
+    if "d2t" not in raw.tensors or raw.tensors["d2t"].shape != (shape.draft_vocab_size,):
+        return
+    ids = set((raw.read("d2t").long() + torch.arange(shape.draft_vocab_size)).tolist())
+    lost = [i for i in facts.eos_token_ids if i not in ids]
+    if lost and len(lost) == len(facts.eos_token_ids):
+        findings.warning("d2t", f"no end token ({lost}) is in the draft vocabulary: ends are never drafted")
+
+
+def check_embedding(raw: RawCheckpoint, shape: ServedShape, facts: VerifierFacts, findings: Findings) -> None:
+    """A trained embedding stays close to the verifier's; one that has nothing to do with it was never copied."""
+    name = "embed_tokens.weight"
+    if name not in raw.tensors or raw.tensors[name].shape != (facts.vocab_size, facts.hidden_size):
+        return
+    try:
+        theirs = load_embedding(facts)
+    except (VerifierError, SafetensorError, OSError) as error:
+        findings.note("verifier", f"its embedding was not compared: {error}")
+        return
+    rows = torch.linspace(0, facts.vocab_size - 1, min(_SAMPLED_ROWS, facts.vocab_size)).long().unique()
+    ours = raw.read(name)[rows].float()
+    theirs = theirs[rows].float()
+    if torch.equal(ours.to(torch.bfloat16), theirs.to(torch.bfloat16)):
+        findings.note(name, "is the verifier's")
+        return
+    scale = theirs.norm(dim=1)
+    used = scale > 1e-3 * scale.median()
+    cosine = float(torch.nn.functional.cosine_similarity(ours[used], theirs[used], dim=1).median())
+    if cosine < _UNRELATED_COSINE:
+        findings.warning(
+            name,
+            f"has nothing in common with the verifier's (median cosine {cosine:.2f}): an embedding that was never "
+            "copied or trained costs acceptance without any error",
+        )
+    else:
+        findings.note(name, f"was trained (median cosine with the verifier's {cosine:.2f})")
+
+
+def check_engine(shape: ServedShape, architectures: tuple[str, ...], engine: Engine | None, findings: Findings) -> None:
+    """Compare with the installed vLLM, or the version asked about."""
+    if engine is None:
+        findings.note("vLLM", "is not installed here; its version and its support for the verifier were not checked")
+        return
+    needed = MIN_VERSION if shape.kind == "peagle" else MIN_EAGLE3
+    if engine.release < needed:
+        findings.error(
+            "vLLM",
+            f"{engine.version} does not know {shape.kind} checkpoints; they need {needed[0]}.{needed[1]} or newer",
+        )
+    elif engine.release < MIN_VERSION and (shape.norm_before_fc or shape.fc_norm):
+        name = "norm_before_fc" if shape.norm_before_fc else "fc_norm"
+        findings.warning(
+            "vLLM", f"{engine.version} may ignore {name}; {MIN_VERSION[0]}.{MIN_VERSION[1]} and newer read it"
+        )
+    if not architectures:
+        return
+    try:
+        detour_arguments(engine, architectures)
+    except ConfigError as error:
+        findings.error("vLLM", str(error))
+    else:
+        if needs_detour(engine, architectures):
+            findings.warning(
+                "vLLM",
+                f"{engine.version} has no EAGLE-3 support in its own {', '.join(architectures)}; `peagle serve` goes "
+                "through its Transformers backend (--hf-overrides), plain `vllm serve` stops",
+            )
