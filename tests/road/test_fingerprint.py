@@ -58,3 +58,15 @@ def test_a_key_follows_settings_and_inputs_but_not_the_place_of_the_run(tmp_path
     assert key == key_of("train", {"lr": 1, "save_path": "/y/c"}, {"/y/prepared": "h"}, "/y")
     assert key != key_of("train", {"lr": 2, "save_path": "/x/run/c"}, {"/x/run/prepared": "h"}, "/x/run")
     assert key != key_of("train", {"lr": 1, "save_path": "/x/run/c"}, {"/x/run/prepared": "i"}, "/x/run")
+
+
+def test_a_store_stands_for_itself_by_its_checksums(tmp_path):
+    (tmp_path / "store.json").write_text("{}")
+    (tmp_path / "shard-0.json").write_text('{"sha256": "a"}')
+    (tmp_path / "shard-0.safetensors").write_bytes(b"large")
+    prints = Fingerprints(tmp_path.parent / "cache.json")
+    before = prints.of(tmp_path)
+    (tmp_path / "shard-0.safetensors").write_bytes(b"never read")
+    assert prints.of(tmp_path) == before
+    (tmp_path / "shard-0.json").write_text('{"sha256": "bb"}')
+    assert prints.of(tmp_path) != before

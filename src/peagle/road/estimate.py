@@ -101,7 +101,7 @@ def count_rows(recipe: Recipe) -> Rows | None:
     prepared = recipe.output / "prepared" / "summary.json"
     if prepared.is_file():
         summary = json.loads(prepared.read_text(encoding="utf-8"))
-        return Rows(int(summary["kept"]), int(summary["tokens"]), int(summary["supervised_tokens"]), True)
+        return Rows(int(summary["rows"]), int(summary["tokens"]), int(summary["supervised_tokens"]), True)
     settings = recipe.prepare or {}
     num_rows = settings.get("max_samples") or (recipe.extract or {}).get("max_samples")
     if not num_rows:

@@ -11,7 +11,7 @@ from peagle.files import sha256_file, write_json
 
 # Differ between runs that made the same thing: times, versions, logs, locks.
 _NOT_CONTENT = {"manifest.json", "run.yaml", "metrics.jsonl", "README.md", "recipe.json"}
-_STORE_INDEX = "index.json"
+_STORE = "store.json"
 
 
 class Fingerprints:
@@ -29,21 +29,19 @@ class Fingerprints:
     def of(self, path: Path) -> str | None:
         """The hash of a file's content, or of everything that a folder holds; None if nothing is there.
 
-        A hidden-state store stands for itself by its index, which has the checksum of every shard.
+        A hidden-state store stands for itself by its JSON files, which have the checksum of every shard.
         """
         if path.is_file():
             return self._file_hash(path)
         if not path.is_dir():
             return None
-        index = path / _STORE_INDEX
-        if index.is_file() and any(path.glob("*.safetensors")):
-            return self._file_hash(index)
+        is_store = (path / _STORE).is_file()
         digest = hashlib.sha256()
         found = False
         for file in sorted(path.rglob("*")):
             relative = file.relative_to(path)
             hidden = any(part.startswith(".") or part == "training_state" for part in relative.parts)
-            if hidden or not file.is_file() or file.name in _NOT_CONTENT:
+            if hidden or not file.is_file() or file.name in _NOT_CONTENT or (is_store and file.suffix != ".json"):
                 continue
             found = True
             digest.update(f"{relative.as_posix()}\0{self._file_hash(file)}\n".encode())

@@ -43,7 +43,7 @@ class RunConfig(StageConfig):
     """Print the plan, disk, memory and expected time, and stop."""
     until: str | None = None
     """Stop after this stage."""
-    as_json: bool = Field(False, json_schema_extra={"aliases": ["--json"]})
+    json_output: bool = Field(False, json_schema_extra={"aliases": ["--json"]})
     """With --dry-run: print the plan as JSON."""
     list_recipes: bool = Field(False, json_schema_extra={"aliases": ["--list"]})
     """List the shipped recipes and stop."""
@@ -74,7 +74,7 @@ def show_or_walk(config: RunConfig) -> int:
     recipe = read(find(config.recipe), config.output, config.changes)
     steps = plan(recipe, config.until)
     found, rows = show_plan.estimates(recipe, steps)
-    if config.as_json:
+    if config.json_output:
         print(json.dumps(show_plan.as_json(recipe, steps, found, rows), indent=2))
     else:
         Console().print(show_plan.table(recipe, steps, found, rows))
