@@ -1,0 +1,127 @@
+"""`peagle serve`: check a checkpoint, then become `vllm serve` with the settings that it needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from pydantic import Field
+
+from peagle.config import StageConfig
+from peagle.drafter.checkpoint import find
+from peagle.errors import CheckpointError, ConfigError
+from peagle.serve.check import check_checkpoint
+from peagle.serve.config_rules import ServedShape, check_config
+from peagle.serve.findings import Findings
+from peagle.serve.raw_checkpoint import read_checkpoint
+from peagle.verifier.facts import load_facts
+from peagle.verifier.vllm_launch import ServerCommand, address_arguments, exec_server, option, server_url
+from peagle.verifier.vllm_support import MIN_VERSION, Engine, detour_arguments, find_engine
+
+logger = logging.getLogger(__name__)
+
+
+class ServeConfig(StageConfig):
+    """Settings of `peagle serve`."""
+
+    checkpoint: str = Field(json_schema_extra={"positional": True})
+    """A drafter: a checkpoint folder or hub id."""
+    verifier_name_or_path: str | None = None
+    """The verifier to serve; the one in the checkpoint's config.json unless given."""
+    num_speculative_tokens: int | None = None
+    """Tokens drafted per verifier pass; the checkpoint's own number unless given."""
+    skip_check: bool = False
+    """Serve even what `peagle check` calls unservable."""
+    vllm_python: Path | None = None
+    """A Python that has vLLM, if this one has not."""
+    dry_run: bool = False
+    """Print the command and stop."""
+    extra_args: tuple[str, ...] = ()
+    """What follows `--`: vLLM's own flags (--port, --tensor-parallel-size, --max-model-len ...)."""
+
+
+def serve(config: ServeConfig) -> int:
+    """Check, then exec vLLM: it takes over this process, its signals and its exit status.
+
+    Returns:
+        0 after a dry run; otherwise it does not return.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be served as it was trained.
+        ConfigError: no vLLM, or a number of drafted tokens that makes no sense.
+    """
+    folder = find(config.checkpoint)
+    engine = find_engine(config.vllm_python)
+    trust = option(config.extra_args, "--trust-remote-code") is not None
+    length = option(config.extra_args, "--max-model-len")
+    if not config.skip_check:
+        max_len = int(length) if length and length.isdigit() else None
+        findings = check_checkpoint(folder, config.verifier_name_or_path, True, max_len, engine, trust)
+        for finding in findings.of("warning"):
+            logger.warning("%s", finding)
+        faults = findings.of("error")
+        if faults:
+            more = f" (and {len(faults) - 1} more: `peagle check {config.checkpoint}`)" if len(faults) > 1 else ""
+            raise CheckpointError(f"{config.checkpoint}: {faults[0]}{more}")
+    command = serve_command(config, folder, engine, trust)
+    if config.dry_run:
+        print(command)
+        return 0
+    logger.info("vLLM %s: %s", engine.version, command)
+    logger.info("it will answer at %s/v1", server_url(config.extra_args))
+    exec_server(command)
+    return 0
+
+
+def serve_command(config: ServeConfig, folder: Path, engine: Engine, trust_remote_code: bool) -> ServerCommand:
+    """The command that serves a checkpoint's verifier with it as drafter.
+
+    `vllm serve CHECKPOINT` does the same with the checkpoint's own verifier and number of tokens; saying both leaves
+    nothing for vLLM to derive, under whichever of its start paths.
+    """
+    shape = _shape(folder)
+    verifier = config.verifier_name_or_path or shape.verifier
+    speculative = {"model": str(folder), **speculative_settings(shape, config.num_speculative_tokens, engine)}
+    extra = config.extra_args
+    for flag in ("--speculative-config", "--spec-model", "--spec-method", "--spec-tokens"):
+        if option(extra, flag) is not None:
+            raise ConfigError(f"{flag}: peagle serve sets this itself; use --num-speculative-tokens")
+    detour: list[str] = []
+    if option(extra, "--hf-overrides") is None:
+        detour = detour_arguments(engine, load_facts(verifier, trust_remote_code).architectures)
+    arguments = [engine.python, "-m", "vllm.entrypoints.cli.main", "serve", verifier]
+    arguments += ["--speculative-config", json.dumps(speculative), *detour, *address_arguments(extra), *extra]
+    return ServerCommand(tuple(arguments), {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+
+
+def speculative_settings(shape: ServedShape, num_speculative_tokens: int | None, engine: Engine) -> dict[str, object]:
+    """vLLM's method, parallel flag and number of tokens for a checkpoint.
+
+    Raises:
+        ConfigError: fewer than one token, or a vLLM without parallel drafting.
+    """
+    count = shape.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+    if count < 1:
+        raise ConfigError(f"--num-speculative-tokens: expected at least 1 (found {count})")
+    if count > shape.num_speculative_tokens:
+        logger.warning(
+            "%d drafted tokens, but the checkpoint was trained for %d: deeper ones are hardly ever accepted",
+            count,
+            shape.num_speculative_tokens,
+        )
+    settings: dict[str, object] = {"method": "eagle3", "num_speculative_tokens": count}
+    if shape.kind == "peagle":
+        if engine.release < MIN_VERSION:
+            needed = ".".join(map(str, MIN_VERSION))
+            raise ConfigError(f"vLLM {engine.version} has no parallel drafting for P-EAGLE; it needs {needed}")
+        settings["parallel_drafting"] = True
+    return settings
+
+
+def _shape(folder: Path) -> ServedShape:
+    findings = Findings()
+    shape = check_config(read_checkpoint(folder, findings).config, findings)
+    if shape is None:
+        raise CheckpointError(f"{folder}: {findings.of('error')[0]}")
+    return shape
