@@ -1,0 +1,115 @@
+"""The COD layout against a slow oracle written from the definition, on random packed batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.errors import LayoutError
+from peagle.layout import full, sample
+from peagle.layout.cod import supervised_run
+
+
+@st.composite
+def packs(draw):
+    """(is_supervised, document_ids) of one to four documents and some padding."""
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    padding = draw(st.integers(0, 5))
+    supervised = [draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in lengths]
+    ids = [d for d, n in enumerate(lengths) for _ in range(n)] + [-1] * padding
+    flat = [value for part in supervised for value in part] + [False] * padding
+    return torch.tensor(flat, dtype=torch.bool), torch.tensor(ids)
+
+
+def eligible(supervised: torch.Tensor, ids: torch.Tensor, anchor: int, depth: int) -> bool:
+    """Slot (anchor, depth) counts: pair slots anchor .. anchor+depth exist, are supervised and share a document."""
+    last = anchor + depth
+    return (
+        last < len(ids)
+        and ids[anchor] >= 0
+        and all(supervised[i] and ids[i] == ids[anchor] for i in range(anchor, last + 1))
+    )
+
+
+def generators(ids: torch.Tensor, seed: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed + d) for d in range(int(ids.max()) + 1)]
+
+
+@given(packs())
+@settings(max_examples=200, deadline=None)
+def test_run_counts_supervised_pair_slots_without_a_gap(pack):
+    supervised, ids = pack
+    run = supervised_run(supervised, ids)
+    for anchor in range(len(ids)):
+        expected = 0
+        while eligible(supervised, ids, anchor, expected):
+            expected += 1
+        assert run[anchor] == expected
+
+
+@given(packs(), st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_full_layout_is_every_eligible_slot_in_order(pack, num_depths):
+    supervised, ids = pack
+    layout = full(supervised, ids, num_depths)
+    expected = [(a, d) for a in range(len(ids)) for d in range(1, num_depths) if eligible(supervised, ids, a, d)]
+    assert list(zip(layout.anchor_pos.tolist(), layout.depth.tolist())) == expected
+
+
+@given(packs(), st.integers(1, 8), st.floats(0.3, 1.0), st.floats(0.0, 0.5), st.integers(0, 100))
+@settings(max_examples=300, deadline=None)
+def test_sampled_layout_is_nested_inside_documents_and_keeps_the_stated_counts(pack, num_depths, ratio, floor, seed):
+    supervised, ids = pack
+    layout = sample(supervised, ids, num_depths, ratio, floor, generators(ids, seed))
+    slots = list(zip(layout.anchor_pos.tolist(), layout.depth.tolist()))
+    assert slots == sorted(slots)
+    assert len(set(slots)) == len(slots)
+    chosen = set(slots)
+    for anchor, depth in slots:
+        assert anchor >= 0
+        assert eligible(supervised, ids, anchor, depth)
+        assert depth == 1 or (anchor, depth - 1) in chosen
+    for document in range(int(ids.max()) + 1):
+        inside = [a for a in range(len(ids)) if ids[a] == document]
+        first = sum(eligible(supervised, ids, a, 1) for a in inside)
+        kept = set(inside)
+        for depth in range(1, num_depths):
+            able = {a for a in kept if eligible(supervised, ids, a, depth)}
+            now = {a for a in inside if (a, depth) in chosen}
+            assert now <= able
+            assert len(now) == min(len(able), math.floor(first * max(ratio**depth, floor)))
+            kept = now
+
+
+def test_worked_example_of_the_module_docstring():
+    supervised = torch.tensor([0, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
+    ids = torch.zeros(7, dtype=torch.int64)
+    assert supervised_run(supervised, ids).tolist() == [0, 0, 4, 3, 2, 1, 0]
+    layout = sample(supervised, ids, 4, 0.7, 0.0, [torch.Generator().manual_seed(0)])
+    assert [(layout.depth == d).sum().item() for d in (1, 2, 3)] == [2, 1, 1]
+
+
+def test_a_rows_layout_does_not_depend_on_its_neighbours():
+    supervised = torch.ones(20, dtype=torch.bool)
+    alone = sample(supervised, torch.zeros(20, dtype=torch.int64), 4, 0.7, 0.2, [torch.Generator().manual_seed(5)])
+    ids = torch.tensor([0] * 15 + [1] * 20)
+    both = sample(
+        torch.ones(35, dtype=torch.bool),
+        ids,
+        4,
+        0.7,
+        0.2,
+        [torch.Generator().manual_seed(9), torch.Generator().manual_seed(5)],
+    )
+    second = both.anchor_pos >= 15
+    assert torch.equal(both.anchor_pos[second] - 15, alone.anchor_pos)
+    assert torch.equal(both.depth[second], alone.depth)
+
+
+def test_wrong_number_of_generators_is_refused():
+    with pytest.raises(LayoutError, match="2 documents need as many generators"):
+        sample(torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 4, 0.7, 0.2, [torch.Generator()])

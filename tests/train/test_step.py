@@ -1,0 +1,287 @@
+"""The two-pass step against a dense oracle, recorded steps of Speculators, and itself cut differently."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks.parity import WHOLE, compare
+from peagle.drafter import Drafter, DrafterConfig
+from peagle.layout import full, sample, visible
+from peagle.states.batch import Batch
+from peagle.train.step import StepSettings, num_supervised, train_step, validate_step
+from peagle.verifier.weights import VerifierHead
+
+FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("peagle_*.safetensors"))
+SETTINGS = StepSettings("kl_div", None, "sdpa", WHOLE, 64, False)
+HIDDEN, VOCAB, DEPTHS = 24, 40, 4
+
+
+def make_drafter(layer_type: str, draft_vocab: int, **changes) -> Drafter:
+    torch.manual_seed(0)
+    values = {
+        "speculators_model_type": "peagle",
+        "layer_type": layer_type,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 32,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 128,
+        "attention_bias": False,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": draft_vocab,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "aux_layer_ids": (1, 2, 3),
+        "mask_token_id": 7,
+        "num_speculative_tokens": DEPTHS,
+        "verifier": "toy",
+        "verifier_architectures": (),
+    }
+    drafter = Drafter(DrafterConfig.build({**values, **changes})).double()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    drafter.lm_head.weight.requires_grad_(False)
+    return drafter
+
+
+def make_head(rows: int) -> VerifierHead:
+    generator = torch.Generator().manual_seed(11)
+    weight = torch.randn(rows, HIDDEN, generator=generator, dtype=torch.float64)
+    return VerifierHead(torch.ones(HIDDEN, dtype=torch.float64), 1e-6, weight, 1.0, None)
+
+
+def make_batch(lengths: list[int], padding: int, seed: int) -> Batch:
+    """Documents of `lengths` pair slots; two replies each, the last slots of a document not supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, pos, supervised = [], [], []
+    for document, length in enumerate(lengths):
+        ids += [document] * length
+        pos += list(range(length))
+        supervised += [2 <= i < length - 1 and i != length // 2 for i in range(length)]
+    total = len(ids)
+    ids += [-1] * padding
+    pos += [0] * padding
+    supervised += [False] * padding
+    mask = torch.tensor(supervised)
+    return Batch(
+        torch.randint(0, VOCAB, (total + padding,), generator=generator),
+        torch.randn(total + padding, 3 * HIDDEN, generator=generator, dtype=torch.float64),
+        torch.tensor(pos),
+        torch.tensor(ids),
+        torch.where(mask, mask.cumsum(0) - 1, -1),
+        torch.randn(int(mask.sum()), HIDDEN, generator=generator, dtype=torch.float64),
+        tuple(str(i) for i in range(len(lengths))),
+    )
+
+
+def make_layout(batch: Batch, seed: int):
+    generators = [torch.Generator().manual_seed(seed + d) for d in range(len(batch.row_ids))]
+    return sample(batch.is_supervised, batch.document_ids, DEPTHS, 0.7, 0.2, generators)
+
+
+def gradients(drafter: Drafter) -> dict[str, torch.Tensor]:
+    found = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
+    drafter.zero_grad(set_to_none=True)
+    return found
+
+
+def dense_loss(drafter: Drafter, head: VerifierHead, batch: Batch, layout, loss: str) -> torch.Tensor:
+    """The definition: every slot in one sequence, one dense mask, full logits, plain autograd."""
+    pairs = torch.arange(int((batch.document_ids >= 0).sum()))
+    anchor = torch.cat([pairs, layout.anchor_pos])
+    depth = torch.cat([torch.zeros_like(pairs), layout.depth])
+    mask = visible(anchor, depth, anchor, depth, batch.document_ids)
+    real = drafter.embed_pairs(batch.pair_ids[pairs], batch.aux_states[pairs])
+    masked = drafter.embed_masks(layout.num_slots)
+    embeds, hidden = (torch.cat([a, b]) for a, b in zip(real, masked))
+
+    def attend(_index, q, k, v):
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v).flatten(1)
+
+    states = drafter.layers_pass(embeds, hidden, batch.rope_pos[anchor] + depth, attend)
+    label = batch.label_of_pair[anchor + depth]
+    counts = torch.cat([batch.is_supervised[pairs], layout.is_supervised])
+    log_q = F.log_softmax(drafter.logits(states[counts]), -1)
+    log_p = F.log_softmax(head.logits(head.normed(batch.last_states)), -1)[label[counts]]
+    if loss == "kl_div":
+        rows = (log_p.exp() * (log_p - log_q)).sum(-1)
+    elif loss == "ce":
+        rows = F.nll_loss(log_q, log_p.argmax(-1), reduction="none")
+    else:
+        rows = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    return rows.sum() / counts.sum()
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize(("block", "checkpoint"), [(1, False), (7, True), (WHOLE, False)])
+def test_loss_and_gradients_equal_speculators(path, attention, block, checkpoint):
+    found = compare(path, attention, block, 64, checkpoint)
+    assert found["loss_error"] <= 1e-5
+    assert found["gradient_error"] <= 1e-4
+    assert found["counts_equal"]
+    assert found["tensors"] > 20
+
+
+@pytest.mark.parametrize("loss", ["kl_div", "ce", "tv"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm_before_fc": True, "norm_before_residual": True}], ids=["plain", "norms"]
+)
+@pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
+def test_step_equals_the_dense_definition(loss, changes, layer_type):
+    drafter, head = make_drafter(layer_type, VOCAB, **changes), make_head(VOCAB)
+    batch = make_batch([13, 9, 17], 4, 1)
+    layout = make_layout(batch, 2)
+    dense = dense_loss(drafter, head, batch, layout, loss)
+    dense.backward()
+    expected = gradients(drafter)
+    count = num_supervised(batch, layout)
+    result = train_step(drafter, head, batch, layout, count, replace(SETTINGS, loss=loss, block_slots=11), None)
+    assert result.loss_sum.sum().item() / count == pytest.approx(dense.item(), rel=1e-12)
+    found = gradients(drafter)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("block", [1, 5, 23])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_blocks_chunks_and_recomputation_change_nothing(block, chunk, checkpoint):
+    drafter, head, batch = make_drafter("llama", VOCAB), make_head(VOCAB), make_batch([21, 8], 0, 3)
+    layout = make_layout(batch, 4)
+    count = num_supervised(batch, layout)
+    whole = train_step(drafter, head, batch, layout, count, SETTINGS, None)
+    expected = gradients(drafter)
+    cut = train_step(
+        drafter, head, batch, layout, count, StepSettings("kl_div", None, "sdpa", block, chunk, checkpoint), None
+    )
+    for name, gradient in gradients(drafter).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-13, msg=name)
+    torch.testing.assert_close(cut.loss_sum, whole.loss_sum, rtol=1e-12, atol=0)
+    assert torch.equal(cut.correct, whole.correct)
+    assert torch.equal(cut.prefix_correct, whole.prefix_correct)
+
+
+def test_R11_packed_equals_separate_in_either_order():
+    drafter, head = make_drafter("qwen3", VOCAB), make_head(VOCAB)
+    alone = [make_batch([15], 0, 5), make_batch([10], 0, 6)]
+    layouts = [full(b.is_supervised, b.document_ids, DEPTHS) for b in alone]
+    total = sum(num_supervised(b, lay) for b, lay in zip(alone, layouts))
+    expected_loss = 0.0
+    for batch, layout in zip(alone, layouts):
+        expected_loss += train_step(drafter, head, batch, layout, total, SETTINGS, None).loss_sum
+    expected = gradients(drafter)
+    for order in ((0, 1), (1, 0)):
+        first, second = (alone[i] for i in order)
+        shift = first.last_states.shape[0]
+        packed = Batch(
+            torch.cat([first.pair_ids, second.pair_ids]),
+            torch.cat([first.aux_states, second.aux_states]),
+            torch.cat([first.rope_pos, second.rope_pos]),
+            torch.cat([first.document_ids, second.document_ids + 1]),
+            torch.cat([first.label_of_pair, torch.where(second.is_supervised, second.label_of_pair + shift, -1)]),
+            torch.cat([first.last_states, second.last_states]),
+            ("a", "b"),
+        )
+        layout = full(packed.is_supervised, packed.document_ids, DEPTHS)
+        result = train_step(drafter, head, packed, layout, total, replace(SETTINGS, block_slots=6), None)
+        torch.testing.assert_close(result.loss_sum, expected_loss, rtol=1e-12, atol=0)
+        for name, gradient in gradients(drafter).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-13, msg=name)
+
+
+def test_R03_padding_changes_neither_loss_nor_gradients():
+    drafter, head = make_drafter("llama", VOCAB), make_head(VOCAB)
+    results = []
+    plain = make_batch([12], 0, 8)
+    padded = replace(
+        plain,
+        pair_ids=F.pad(plain.pair_ids, (0, 37)),
+        aux_states=F.pad(plain.aux_states, (0, 0, 0, 37)),
+        rope_pos=F.pad(plain.rope_pos, (0, 37)),
+        document_ids=F.pad(plain.document_ids, (0, 37), value=-1),
+        label_of_pair=F.pad(plain.label_of_pair, (0, 37), value=-1),
+    )
+    for batch in (plain, padded):
+        layout = full(batch.is_supervised, batch.document_ids, DEPTHS)
+        result = train_step(drafter, head, batch, layout, num_supervised(batch, layout), SETTINGS, None)
+        results.append((result.loss_sum, gradients(drafter)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(results[1][1][name], value) for name, value in results[0][1].items())
+
+
+def test_R01_a_batch_without_a_supervised_slot_adds_nothing_and_no_nan():
+    drafter, head = make_drafter("llama", VOCAB), make_head(VOCAB)
+    batch = make_batch([12], 3, 8)
+    empty = replace(batch, label_of_pair=torch.full_like(batch.label_of_pair, -1))
+    layout = full(empty.is_supervised, empty.document_ids, DEPTHS)
+    result = train_step(drafter, head, empty, layout, 1.0, SETTINGS, None)
+    assert result.total.sum() == 0
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+def test_depth_weights_scale_each_depths_gradient():
+    drafter, head, batch = make_drafter("llama", VOCAB), make_head(VOCAB), make_batch([16], 0, 9)
+    layout = make_layout(batch, 1)
+    parts = []
+    for depth in range(DEPTHS):
+        weights = tuple(float(depth == d) for d in range(DEPTHS))
+        train_step(drafter, head, batch, layout, 10.0, replace(SETTINGS, depth_weights=weights), None)
+        parts.append(gradients(drafter))
+    train_step(drafter, head, batch, layout, 10.0, replace(SETTINGS, depth_weights=(1.0, 0.5, 0.25, 0.0)), None)
+    for name, gradient in gradients(drafter).items():
+        expected = parts[0][name] + 0.5 * parts[1][name] + 0.25 * parts[2][name]
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-13, msg=name)
+
+
+def test_pruned_vocabulary_counts_choices_outside_it_as_missed():
+    drafter, head, batch = make_drafter("llama", 10), make_head(VOCAB), make_batch([20], 0, 10)
+    ids = torch.arange(0, VOCAB, 4)
+    restricted = head.restricted(ids)
+    from peagle.train.loss import verifier_choices
+
+    choices = verifier_choices(head, head.normed(batch.last_states), ids, 3)
+    full_choice = head.logits(head.normed(batch.last_states)).argmax(-1)
+    inside = torch.isin(full_choice, ids)
+    assert torch.equal(choices >= 0, inside)
+    assert torch.equal(ids[choices[inside]], full_choice[inside])
+    layout = full(batch.is_supervised, batch.document_ids, DEPTHS)
+    result = validate_step(drafter, restricted, batch, layout, SETTINGS, choices)
+    all_missed = validate_step(drafter, restricted, batch, layout, SETTINGS, torch.full_like(choices, -1))
+    assert (result.correct <= inside.sum()).all()
+    assert all_missed.correct.sum() == 0
+    torch.testing.assert_close(result.loss_sum, all_missed.loss_sum)
+
+
+def test_validation_counts_chains_jointly():
+    drafter, head, batch = make_drafter("llama", VOCAB), make_head(VOCAB), make_batch([30], 0, 12)
+    layout = full(batch.is_supervised, batch.document_ids, DEPTHS)
+    result = validate_step(drafter, head, batch, layout, replace(SETTINGS, block_slots=9), None)
+    train = train_step(drafter, head, batch, layout, 1.0, SETTINGS, None)
+    assert torch.equal(result.correct, train.correct)
+    assert (result.prefix_correct <= result.correct).all()
+    assert result.prefix_correct[0] == result.correct[0]
+
+
+def test_a_trained_head_gets_the_gradient_of_the_dense_definition():
+    drafter, head, batch = make_drafter("llama", VOCAB), make_head(VOCAB), make_batch([14], 0, 13)
+    drafter.lm_head.weight.requires_grad_(True)
+    layout = make_layout(batch, 3)
+    dense_loss(drafter, head, batch, layout, "kl_div").backward()
+    expected = gradients(drafter)["lm_head.weight"]
+    train_step(drafter, head, batch, layout, num_supervised(batch, layout), replace(SETTINGS, block_slots=8), None)
+    torch.testing.assert_close(gradients(drafter)["lm_head.weight"], expected, rtol=1e-9, atol=1e-12)
