@@ -35,6 +35,11 @@ def test_names_of_embedded_things_become_paths_in_every_config():
     assert built.data == (str(embedded.TRAIN_QUESTIONS), "other.jsonl")
 
 
+def test_a_label_before_an_embedded_name_stays():
+    assert embedded.resolve("gsm8k=embedded:test") == f"gsm8k={embedded.TEST_QUESTIONS}"
+    assert embedded.resolve("a=b.jsonl") == "a=b.jsonl"
+
+
 def test_an_unknown_embedded_name_is_refused_with_the_names_there_are():
     with pytest.raises(ConfigError, match="embedded:verifier, embedded:train, embedded:test"):
         embedded.resolve("embedded:drafter")

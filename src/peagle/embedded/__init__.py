@@ -21,15 +21,18 @@ __all__ = ["NAMES", "ROOT", "TEST_QUESTIONS", "TRAIN_QUESTIONS", "VERIFIER", "re
 
 
 def resolve(value: Any) -> Any:
-    """Replace the names above by paths, also inside lists and tuples; anything else comes back as it was.
+    """Replace the names above by paths, also in lists and behind `LABEL=`; anything else comes back as it was.
 
     Raises:
         ConfigError: a name that starts with `embedded:` but is none of the three.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(resolve(item) for item in value)
-    if not isinstance(value, (str, Path)) or not str(value).startswith("embedded:"):
+    if not isinstance(value, (str, Path)):
         return value
-    if str(value) not in NAMES:
-        raise ConfigError(f"{value}: nothing of that name is shipped; there are {', '.join(NAMES)}")
-    return str(NAMES[str(value)])
+    label, sign, name = str(value).rpartition("=")
+    if not name.startswith("embedded:"):
+        return value
+    if name not in NAMES:
+        raise ConfigError(f"{name}: nothing of that name is shipped; there are {', '.join(NAMES)}")
+    return label + sign + str(NAMES[name])
