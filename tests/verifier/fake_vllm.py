@@ -61,6 +61,10 @@ class FakeServer:
             def log_message(self, *args: Any) -> None:
                 pass
 
+            def handle(self) -> None:
+                with contextlib.suppress(OSError):
+                    super().handle()
+
             def do_GET(self) -> None:
                 if self.path == "/health":
                     self.reply(fake.health, {})
@@ -89,7 +93,7 @@ class FakeServer:
                     else:
                         self.reply(*answer)
                 except OSError:
-                    pass  # the client has gone
+                    self.close_connection = True  # the client has gone
                 finally:
                     with fake._lock:
                         fake._open -= 1
@@ -123,11 +127,16 @@ class FakeServer:
         return [request["prompt"] for request in self.requests if request.get("prompt") not in (None, [0, 1, 0])]
 
     def complete(self, payload: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """A completion of one token: the sum of the ids, modulo the vocabulary."""
+        """A completion: the sum of the ids, modulo the vocabulary, then t -> 3 t + 7; the stop token included."""
         ids = payload["prompt"]
         if len(ids) + payload["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len}"}}
-        choice: dict[str, Any] = {"token_ids": [sum(ids) % VOCAB], "finish_reason": "length"}
+        generated = [sum(ids) % VOCAB]
+        stops = payload.get("stop_token_ids") or []
+        while len(generated) < payload["max_tokens"] and generated[-1] not in stops:
+            generated.append((3 * generated[-1] + 7) % VOCAB)
+        ended = generated[-1] in stops
+        choice: dict[str, Any] = {"token_ids": generated, "finish_reason": "stop" if ended else "length"}
         if payload.get("prompt_logprobs"):
             tops = [{str(sum(ids[: i + 1]) % VOCAB): {"rank": 1, "logprob": -0.1}} for i in range(len(ids) - 1)]
             choice["prompt_logprobs"] = [None, *tops]

@@ -230,6 +230,15 @@ def _identity(
 
 
 def _open(config: RegenerateConfig, facts: VerifierFacts, settings: GenerationSettings) -> AnswerSource:
+    if config.endpoint:
+        from peagle.verifier.vllm_answer_source import AnswerEndpoints, EndpointAnswers
+        from peagle.verifier.vllm_client import RetryPolicy
+
+        policy = RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s)
+        endpoints = AnswerEndpoints(
+            config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy
+        )
+        return EndpointAnswers(facts, settings, endpoints)
     verifier = TransformersVerifier(facts, config.dtype, config.device)
     return TransformersAnswers(verifier, settings, config.batch_size)
 

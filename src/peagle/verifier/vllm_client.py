@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -300,6 +301,17 @@ def normal_url(url: str) -> str:
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise EndpointError(f"--endpoint {url!r}: expected an address such as http://localhost:8000/v1")
     return text
+
+
+def is_same_model(name_or_path: str, others: Sequence[str]) -> bool:
+    """Whether a model goes by one of the other names: the same text, folder, or last part of the name."""
+    mine = Path(name_or_path)
+    for other in filter(None, others):
+        if other == name_or_path or Path(other).name.lower() == mine.name.lower():
+            return True
+        if mine.exists() and Path(other).exists() and mine.resolve() == Path(other).resolve():
+            return True
+    return False
 
 
 def _message(answer: httpx.Response) -> str:

@@ -7,11 +7,11 @@ read, and those of a killed run of the same store are swept.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,17 @@ from peagle.files import is_disk_full
 from peagle.verifier.facts import VerifierFacts
 from peagle.verifier.source import RowRefused, RowStates
 from peagle.verifier.vllm_answers import choices, connector_facts, difference, split_layers, states_request
-from peagle.verifier.vllm_client import Answer, Endpoint, EndpointPool, RetryPolicy, RowRefusedError, ServedModel
+from peagle.verifier.vllm_client import (
+    Answer,
+    Endpoint,
+    EndpointPool,
+    RetryPolicy,
+    RowRefusedError,
+    ServedModel,
+    is_same_model,
+)
 from peagle.verifier.vllm_files import MissingFileError, ServedStates, StatesFolder, WriteFailedError
+from peagle.verifier.vllm_parallel import in_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -104,29 +113,15 @@ class EndpointSource:
 
     def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates | RowRefused]:
         """See `StateSource`. At most `concurrency` rows are held at once, so memory is bounded by it."""
-        workers = ThreadPoolExecutor(self._settings.concurrency, thread_name_prefix="states")
-        under_way: dict[Future[RowStates | RowRefused], TokenRow] = {}
         source = (row for row in rows if row.row_id in wanted)
-        try:
-            asked = 0
-            while True:
-                while len(under_way) < self._settings.concurrency and (row := next(source, None)) is not None:
-                    checked = asked == 0 or (self._check_all and asked % _CHECKED_EVERY == 0)
-                    under_way[workers.submit(self._row, row, checked)] = row
-                    asked += 1
-                if not under_way:
-                    return
-                done, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in done:
-                    del under_way[future]
-                    result = future.result()
-                    self._watch(result)
-                    yield result
-        except BaseException:
-            self._pool.close()  # requests under way end, and the server drops their files
-            raise
-        finally:
-            workers.shutdown(wait=True, cancel_futures=True)
+        jobs = (
+            functools.partial(self._row, row, number == 0 or (self._check_all and number % _CHECKED_EVERY == 0))
+            for number, row in enumerate(source)
+        )
+        # When it ends early, requests under way are dropped, and the server removes their files.
+        for result in in_parallel(jobs, self._settings.concurrency, self._pool.close):
+            self._watch(result)
+            yield result
 
     def close(self) -> None:
         """Drop connections, remove this store's files."""
@@ -161,10 +156,12 @@ class EndpointSource:
                     f"{where}: serves another model, {served.root}, whose {key} is {its}; "
                     f"{self._facts.name_or_path} has {mine}"
                 )
-        if self._settings.model is None and not _is_same_model(self._facts.name_or_path, served, facts):
+        if self._settings.model is None and not is_same_model(
+            self._facts.name_or_path, (served.name, served.root, str(facts.get("model", "")))
+        ):
             raise EndpointError(
                 f"{where}: serves {served.root}, but the rows are for {self._facts.name_or_path}; if these are the "
-                f"same weights, say so with --endpoint-model {served.name}"
+                f"same weights, say so with --served-model-name {served.name}"
             )
 
     def _row(self, row: TokenRow, checked: bool) -> RowStates | RowRefused:
@@ -232,16 +229,3 @@ class EndpointSource:
 
 class _RowsError(EndpointError):
     """A file with more or fewer states than ids."""
-
-
-def _is_same_model(name_or_path: str, served: ServedModel, facts: dict[str, Any]) -> bool:
-    """Whether a served model goes by the expected name: the same text, folder, or last part of the name."""
-    mine = Path(name_or_path)
-    for other in (served.name, served.root, str(facts.get("model", ""))):
-        if not other:
-            continue
-        if other == name_or_path or Path(other).name.lower() == mine.name.lower():
-            return True
-        if mine.exists() and Path(other).exists() and mine.resolve() == Path(other).resolve():
-            return True
-    return False

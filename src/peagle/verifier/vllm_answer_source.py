@@ -1,0 +1,131 @@
+"""On-policy answers from served verifiers, for `peagle regenerate --endpoint`.
+
+Prompts go as the token ids that the model's own template gave, and answers come back as ids: nothing is tokenized
+twice, and reasoning, tool calls and end tokens stay as the verifier wrote them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.errors import EndpointError
+from peagle.verifier.answers import Answered, Prompt
+from peagle.verifier.facts import VerifierFacts
+from peagle.verifier.generation import Generation, GenerationSettings
+from peagle.verifier.source import RowRefused
+from peagle.verifier.vllm_client import Endpoint, EndpointPool, RetryPolicy, RowRefusedError, is_same_model
+from peagle.verifier.vllm_parallel import in_parallel
+
+REFUSALS_THAT_STOP = 20
+"""Prompts in a row that the server refused."""
+
+
+@dataclass(frozen=True)
+class AnswerEndpoints:
+    """Where answers come from, and how insistently."""
+
+    urls: tuple[str, ...]
+    api_key: str | None
+    model: str | None
+    """Name under which the verifier is served, if not its own; None: its own."""
+    concurrency: int
+    policy: RetryPolicy
+
+
+class EndpointAnswers:
+    """An `AnswerSource` over one or several servers of the same verifier.
+
+    Args:
+        facts: the verifier.
+        generation: how answers are written.
+        endpoints: see `AnswerEndpoints`.
+
+    Raises:
+        EndpointError: unreachable, not ready, another model, or a server that returns no token ids.
+    """
+
+    def __init__(self, facts: VerifierFacts, generation: GenerationSettings, endpoints: AnswerEndpoints) -> None:
+        self._generation, self._concurrency = generation, endpoints.concurrency
+        made = [Endpoint(url, endpoints.api_key, endpoints.policy, endpoints.concurrency) for url in endpoints.urls]
+        self._pool = EndpointPool(made, endpoints.policy)
+        try:
+            limits = []
+            for endpoint in made:
+                served = endpoint.model(endpoints.model)
+                if endpoints.model is None and not is_same_model(facts.name_or_path, (served.name, served.root)):
+                    raise EndpointError(
+                        f"{endpoint.root_url}: serves {served.root}, not {facts.name_or_path}; if these are the same "
+                        f"weights, say so with --served-model-name {served.name}"
+                    )
+                limits.append(served.max_model_len or facts.max_position_embeddings)
+        except BaseException:
+            self.close()
+            raise
+        self._max_tokens = min(limits)
+
+    @property
+    def max_tokens(self) -> int:
+        """The servers' limit of prompt and answer together."""
+        return self._max_tokens
+
+    def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[Answered | RowRefused]:
+        """See `AnswerSource.answers`."""
+        jobs = (functools.partial(self._answer, prompt) for prompt in prompts if prompt.row_id in wanted)
+        refused_in_a_row = 0
+        for result in in_parallel(jobs, self._concurrency, self._pool.close):
+            refused_in_a_row = refused_in_a_row + 1 if isinstance(result, RowRefused) else 0
+            if isinstance(result, RowRefused) and refused_in_a_row >= REFUSALS_THAT_STOP:
+                raise EndpointError(f"{result.row_id}: {result.detail}; {REFUSALS_THAT_STOP} in a row, stopped")
+            yield result
+
+    def close(self) -> None:
+        """Drop connections."""
+        self._pool.close()
+
+    def _answer(self, prompt: Prompt) -> Answered | RowRefused:
+        settings = self._generation
+        left = self._max_tokens - len(prompt.input_ids)
+        try:
+            ids, reason = self._complete(prompt.input_ids, min(settings.max_new_tokens, left), prompt.seed, True)
+            tail: list[int] = []
+            room = min(settings.tail_tokens, left - len(ids))
+            if room > 0:
+                tail, _ = self._complete([*prompt.input_ids, *ids], room, prompt.seed + 1, False)
+        except RowRefusedError as error:
+            return RowRefused(prompt.row_id, "refused by the server", str(error))
+        return Answered(prompt.row_id, Generation(ids, "stop" if reason == "stop" else "length", tail))
+
+    def _complete(self, ids: list[int], max_tokens: int, seed: int, stops: bool) -> tuple[list[int], str]:
+        """Generated ids, the end token included, and why they ended."""
+        settings = self._generation
+        payload: dict[str, Any] = {
+            "prompt": ids,
+            "max_tokens": max_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p if settings.temperature > 0 else 1.0,
+            # What the model's generation_config.json would otherwise add.
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            # Our own end tokens and no others, so that every backend ends at the same place.
+            "ignore_eos": True,
+            "stop_token_ids": list(settings.eos_ids) if stops else [],
+            "return_token_ids": True,
+        }
+        if settings.temperature > 0:
+            payload["seed"] = seed
+        answer = self._pool.post("/v1/completions", payload)
+        try:
+            choice = answer.body["choices"][0]
+            found, reason = choice["token_ids"], str(choice["finish_reason"])
+        except (KeyError, IndexError, TypeError):
+            found, reason = None, ""
+        if not isinstance(found, list) or not found:
+            raise EndpointError(f"{answer.url}: its answers hold no token ids; peagle needs vLLM 0.10.2 or newer")
+        return [int(i) for i in found], reason

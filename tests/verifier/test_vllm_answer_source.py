@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peagle.cli.main import main
+from peagle.errors import EndpointError
+from peagle.verifier.answers import Answered, Prompt
+from peagle.verifier.generation import GenerationSettings
+from peagle.verifier.source import RowRefused
+from peagle.verifier.vllm_answer_source import AnswerEndpoints, EndpointAnswers
+from peagle.verifier.vllm_client import RetryPolicy
+from tests.fakes import tiny_verifier
+from tests.verifier.fake_vllm import VOCAB, FakeServer
+from tests.verifier.test_vllm_endpoint import facts
+
+QUICK = RetryPolicy(timeout_s=10.0, max_retries=3, restart_wait_s=1.0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeServer]:
+    fake = FakeServer(tmp_path)
+    yield fake
+    fake.close()
+
+
+def settings(**changes: object) -> GenerationSettings:
+    values = {"max_new_tokens": 8, "eos_ids": (2,), "temperature": 0.0, "top_p": 1.0, "tail_tokens": 0}
+    return GenerationSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def source(server: FakeServer, generation: GenerationSettings, name: str = "verifier") -> EndpointAnswers:
+    return EndpointAnswers(facts(name), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK))
+
+
+def run(src: EndpointAnswers, prompts: list[Prompt]) -> dict[str, Answered | RowRefused]:
+    found = {result.row_id: result for result in src.answers(prompts, {prompt.row_id for prompt in prompts})}
+    src.close()
+    return found
+
+
+def written(first: int, count: int) -> list[int]:
+    ids = [first % VOCAB]
+    while len(ids) < count:
+        ids.append((3 * ids[-1] + 7) % VOCAB)
+    return ids
+
+
+def test_answers_are_ids_their_end_included_and_what_the_limit_cut_is_marked(server: FakeServer) -> None:
+    prompts = [Prompt("stops", [20, 20], 0), Prompt("cut", [1], 0)]
+    ends = written(40, 4)[-1]
+    found = run(source(server, settings(eos_ids=(ends,))), prompts)
+    stops, cut = found["stops"], found["cut"]
+    assert isinstance(stops, Answered)
+    assert isinstance(cut, Answered)
+    assert (stops.generation.ids, stops.generation.finish_reason) == (written(40, 4), "stop")
+    assert cut.generation.finish_reason == "length"
+    assert cut.generation.ids == written(1, 8)
+
+
+def test_the_tail_goes_on_past_the_end_and_no_further_than_the_limit(server: FakeServer) -> None:
+    server.max_model_len = 12
+    found = run(
+        source(server, settings(max_new_tokens=4, tail_tokens=3)), [Prompt("a", [1] * 4, 0), Prompt("b", [1] * 9, 0)]
+    )
+    a, b = found["a"], found["b"]
+    assert isinstance(a, Answered)
+    assert isinstance(b, Answered)
+    assert (len(a.generation.ids), len(a.generation.tail_ids)) == (4, 3)
+    assert (len(b.generation.ids), len(b.generation.tail_ids)) == (3, 0)
+    tail = next(r for r in server.requests if not r["stop_token_ids"])
+    assert tail["prompt"] == [1] * 4 + a.generation.ids
+    assert tail["ignore_eos"] is True
+
+
+def test_nothing_of_the_models_own_generation_settings_gets_in(server: FakeServer) -> None:
+    run(source(server, settings()), [Prompt("a", [1], 7)])
+    run(source(server, settings(temperature=0.7, top_p=0.9)), [Prompt("a", [1], 7)])
+    greedy, sampled = server.requests
+    for request in (greedy, sampled):
+        assert (request["top_k"], request["min_p"], request["repetition_penalty"]) == (-1, 0.0, 1.0)
+        assert (request["presence_penalty"], request["frequency_penalty"]) == (0.0, 0.0)
+        assert request["stop_token_ids"] == [2]
+    assert (greedy["temperature"], greedy["top_p"], "seed" in greedy) == (0.0, 1.0, False)
+    assert (sampled["temperature"], sampled["top_p"], sampled["seed"]) == (0.7, 0.9, 7)
+
+
+def test_H11_a_refused_prompt_is_listed_and_the_others_go_on(server: FakeServer) -> None:
+    server.fault = lambda fake, number, payload: (400, {"message": "no"}) if payload["prompt"] == [5] else None
+    found = run(source(server, settings()), [Prompt("a", [5], 0), Prompt("b", [6], 0)])
+    assert isinstance(found["a"], RowRefused)
+    assert isinstance(found["b"], Answered)
+
+
+def test_another_model_or_a_server_without_token_ids_is_refused(server: FakeServer) -> None:
+    with pytest.raises(EndpointError, match=r"serves verifier, not owner/other; .* --served-model-name verifier"):
+        source(server, settings(), "owner/other")
+    server.fault = lambda fake, number, payload: (200, {"choices": [{"text": "hi", "finish_reason": "stop"}]})
+    with pytest.raises(EndpointError, match="hold no token ids"):
+        run(source(server, settings()), [Prompt("a", [1], 0)])
+
+
+def test_H11_regenerate_goes_on_after_a_stop_with_no_answer_lost_or_doubled(server: FakeServer, tmp_path: Path) -> None:
+    verifier = tiny_verifier(tmp_path / "verifier")
+    texts = [f"question {i % 9}" for i in range(10)]  # two are the same
+    lines = [{"id": f"q{i}", "prompt": text} for i, text in enumerate(texts)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tmp_path / "answers.jsonl"
+    arguments = ["regenerate", "--model", str(verifier), "--output", str(output), "--max-new-tokens", "6"]
+    arguments += ["--endpoint", server.url, "--concurrency", "1", "--max-retries", "1", "--restart-wait-s", "0.2"]
+    server.fault = lambda fake, number, payload: (503, {"message": "busy"}) if number > 6 else None
+    assert main([*arguments, "--data", str(data)]) == 2
+    assert len(output.read_text().splitlines()) == 6
+    asked = len(server.requests)
+    server.fault = lambda fake, number, payload: (429, {"message": "wait"}) if number == asked + 1 else None
+    shuffled = tmp_path / "again" / "data.jsonl"
+    shuffled.parent.mkdir()
+    shuffled.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
+    assert main([*arguments, "--data", str(shuffled)]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len({record["id"] for record in records}) == len(records) == 10
+    assert len(server.requests) == asked + 5
