@@ -72,6 +72,11 @@ class EndpointAnswers:
         """The servers' limit of prompt and answer together."""
         return self._max_tokens
 
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The servers."""
+        return self._pool.endpoints
+
     def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[Answered | RowRefused]:
         """See `AnswerSource.answers`."""
         jobs = (functools.partial(self._answer, prompt) for prompt in prompts if prompt.row_id in wanted)
