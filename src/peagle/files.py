@@ -16,6 +16,9 @@ from typing import Any
 
 from peagle.errors import DiskError
 
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -28,8 +31,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb+") as handle:
-            os.fsync(handle.fileno())
+        _settle(temporary)
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -50,8 +52,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
-                with open(file, "rb+") as handle:
-                    os.fsync(handle.fileno())
+                _settle(file)
         if path.exists():
             os.replace(path, old)
         os.replace(temporary, path)
@@ -63,6 +64,13 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if is_disk_full(error):
             raise DiskError(f"{path}: no space left on the disk; free some and run the same command again") from error
         raise
+
+
+def _settle(file: Path) -> None:
+    """Flush a file to the disk, readable by whom new files are: safetensors makes its files private."""
+    with open(file, "rb+") as handle:
+        os.fsync(handle.fileno())
+    file.chmod(0o666 & ~_UMASK)
 
 
 def is_disk_full(error: BaseException) -> bool:
