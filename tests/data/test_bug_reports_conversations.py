@@ -208,6 +208,9 @@ def test_D10_each_mode_reads_its_own_columns_and_names_the_missing_one(chatml, t
     assert "--mode chat" in shown
 
 
+REPLY = {"role": "assistant", "content": "c d"}
+
+
 def test_D11_fields_that_change_type_harm_no_other_row(chatml, tmp_path):
     rows = [
         {"id": 1, **chat("hello", "world hello")},

@@ -53,9 +53,7 @@ def load_prepared(folder: Path) -> Prepared:
         raise DataError(f"{folder}: no such folder; expected one that `peagle prepare` wrote")
     summary = read_summary(folder)
     if summary is None:
-        raise DataError(
-            f"{folder}: no {SUMMARY}, so these are not prepared rows; run `peagle prepare` with this --output"
-        )
+        raise DataError(f"{folder}: not prepared rows (no {SUMMARY}); run `peagle prepare` with this --output")
     try:
         table = datasets.load_from_disk(str(folder))
         frequencies = load_file(str(folder / FREQUENCIES))["frequencies"]

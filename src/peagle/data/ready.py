@@ -42,6 +42,8 @@ def ready_fields(record: dict[str, Any]) -> ReadyFields:
         raise UnusableRow("bad token row", f"tail_length is {shown(tail)}, expected 0 to {len(ids) - 1}")
     if tail and any(mask[-tail:]):
         raise UnusableRow("bad token row", f"the last {tail} tokens are a tail, but loss_mask is 1 there")
+    if tail and not mask[-tail - 1]:
+        raise UnusableRow("bad token row", f"the last {tail} tokens are a tail, but no reply ends before them")
     follows = record.get("next_is_supervised") or False
     if not isinstance(follows, bool):
         raise UnusableRow("bad token row", f"next_is_supervised is {shown(follows)}, expected true or false")
@@ -53,9 +55,9 @@ def ready_fields(record: dict[str, Any]) -> ReadyFields:
 def _integers(values: Any, what: str) -> list[int]:
     if not isinstance(values, list):
         raise UnusableRow("bad token row", f"{what} is {shown(values)}, expected a list of integers")
-    odd = next((value for value in values if type(value) is not int and type(value) is not bool), None)
-    if odd is not None:
-        raise UnusableRow("bad token row", f"{what} holds {shown(odd)}, expected integers")
+    for value in values:
+        if type(value) is not int and type(value) is not bool:
+            raise UnusableRow("bad token row", f"{what} holds {shown(value)}, expected integers")
     return [int(value) for value in values]
 
 

@@ -108,12 +108,17 @@ def text_tokens(marks: TextMarks, text: str) -> tuple[list[int], list[int]]:
     mask = [0] * len(ids)
     place = 0
     for start, end in spans:
-        while place < len(ids) and offsets[place][0] < start:
+        while place < len(ids) and not _begins_at(text, offsets[place], start):
             place += 1
         while place < len(ids) and offsets[place][0] < end:
             mask[place] = int(_is_of_text(offsets, place))
             place += 1
     return ids, mask
+
+
+def _begins_at(text: str, offset: tuple[int, int], start: int) -> bool:
+    """Whether a token lies behind `start`, or crosses it with nothing but white space before it (" The" of `A: The`)."""
+    return offset[0] >= start or (offset[1] > start and text[offset[0] : start].isspace())
 
 
 def _is_of_text(offsets: list[tuple[int, int]], place: int) -> bool:
