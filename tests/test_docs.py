@@ -1,0 +1,166 @@
+"""What README and docs say is true of the code: commands parse, links lead somewhere, flag tables equal the configs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from peagle.cli.flags import add_command, many_valued, split_extra, spread
+from peagle.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = [page for page in PAGES if "config" not in page.relative_to(ROOT).parts[:2]]
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.S | re.M)
+
+
+def commands(page: Path) -> list[str]:
+    """The shell commands of a page, continued lines joined, comments dropped."""
+    found = []
+    for block in blocks(page.read_text(encoding="utf-8"), "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                found.append(shlex.join(words))
+    return found
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse a `peagle` command line and build its config, as the program would, without running it."""
+    name = arguments[0]
+    assert name in COMMANDS, f"no such command: {name}"
+    module = importlib.import_module(COMMANDS[name][0])
+    built = []
+    arguments, extra = split_extra(arguments, module.CONFIG)
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    add_command(app, name, module.CONFIG, lambda config: built.append(config), "x", extra)
+    app(args=spread(arguments, {name: many_valued(module.CONFIG)}), standalone_mode=False)
+    assert built
+
+
+def peagle_arguments(command: str) -> list[str] | None:
+    """What follows `peagle` in a command, under torchrun too; None for other programs."""
+    words = shlex.split(command)
+    if words[0] == "peagle":
+        return words[1:]
+    if "-m" in words and words[words.index("-m") + 1] == "peagle":
+        return words[words.index("-m") + 2 :]
+    return None
+
+
+EXAMPLES = [(page, command) for page in WRITTEN for command in commands(page) if peagle_arguments(command)]
+
+
+@pytest.mark.parametrize(("page", "command"), EXAMPLES, ids=[f"{p.relative_to(ROOT)}:{c[:60]}" for p, c in EXAMPLES])
+def test_every_command_in_the_docs_parses(page, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text("verifier_name_or_path: a/b\ndata_path: x\nsave_path: y\n")
+    parse(peagle_arguments(command))
+
+
+def test_every_make_target_in_the_docs_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    named = {c.split()[1] for page in WRITTEN for c in commands(page) if c.startswith("make ")}
+    assert named
+    assert named <= targets
+
+
+def test_flag_tables_equal_the_configs():
+    made = load_script("make_docs")
+    there = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "config").glob("*.md")}
+    stale = sorted(n for n in made.pages().keys() | there.keys() if made.pages().get(n) != there.get(n))
+    assert not stale, f"run `python scripts/make_docs.py`: {', '.join(stale)}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that a Markdown page offers."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    found = set()
+    for title in re.findall(r"^#+\s+(.*)$", text, flags=re.M):
+        plain = re.sub(r"[`*_]|\[(.*?)\]\(.*?\)", lambda m: m.group(1) or "", title).strip().lower()
+        found.add(re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", plain)))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            assert re.match(r"https://[\w.-]+(/|$)", target), target
+            continue
+        name, _, anchor = target.partition("#")
+        anchor = "" if anchor.startswith("only-") else anchor
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{target}: no such file"
+        if anchor:
+            assert anchor in headings(path), f"{target}: no such heading"
+
+
+def test_every_page_is_in_the_navigation_and_every_entry_is_a_page():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = re.findall(r":\s+([\w/-]+\.md|[\w/-]+/)$", text[text.index("nav:") :], flags=re.M)
+    for entry in nav:
+        assert (ROOT / "docs" / entry).exists(), entry
+    pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    covered = {e for e in nav if e.endswith(".md")}
+    folders = tuple(e for e in nav if e.endswith("/"))
+    assert {p for p in pages if p not in covered and not p.startswith(folders)} == set()
+
+
+def test_recipes_shown_in_the_docs_fit_the_configs(tmp_path):
+    from peagle.road.recipe import read, stages
+
+    found = 0
+    for page in WRITTEN:
+        for block in blocks(page.read_text(encoding="utf-8"), "yaml"):
+            if "verifier:" in block and "output:" in block:
+                (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(block)))
+                stages(read(tmp_path / "recipe.yaml", None, ()))
+                found += 1
+    assert found
+
+
+OURS = re.compile(r"`?(--[a-z0-9][a-z0-9-]*)")
+
+
+def test_flags_on_our_side_of_the_migration_tables_exist():
+    """Second column: ours. "the same" means that the flags of the first column exist here."""
+    flags = set()
+    for _, (module_name, _) in COMMANDS.items():
+        fields = importlib.import_module(module_name).CONFIG.model_fields
+        for key, field in fields.items():
+            flags |= {f"--{key.replace('_', '-')}", f"--no-{key.replace('_', '-')}"}
+            extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+            flags |= set(extra.get("aliases", ()))
+    wrong = []
+    for line in (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if (
+            not line.startswith("|")
+            or len(cells) < 2
+            or cells[0].startswith(("-", "Speculators", "SpecForge", "their"))
+        ):
+            continue
+        text = cells[0] if cells[1].startswith("the same") else cells[1]
+        wrong += [flag for flag in OURS.findall(text) if flag not in flags]
+    assert not wrong
