@@ -54,6 +54,8 @@ class DrafterConfig(StageConfig):
     """Whether the first layer's residual is the normed state."""
     norm_before_fc: bool
     """One RMS norm over the concatenated verifier states before `fc`."""
+    norm_output: bool = False
+    """EAGLE-3 only: feed back the state after the final norm ("EAGLE-3.1"), not the one before it."""
     aux_layer_ids: tuple[int, ...] = Field(min_length=1)
     """Verifier layers whose inputs the drafter reads, ascending."""
     mask_token_id: int | None
@@ -81,6 +83,8 @@ class DrafterConfig(StageConfig):
                 raise ValueError("a P-EAGLE drafter needs a mask token id")
             if not 0 <= self.mask_token_id < self.vocab_size:
                 raise ValueError(f"mask token id {self.mask_token_id} has no row among {self.vocab_size}")
+            if self.norm_output:
+                raise ValueError("norm_output is for EAGLE-3: a P-EAGLE drafter feeds nothing back")
         return self
 
     @property
@@ -151,6 +155,8 @@ class DrafterConfig(StageConfig):
         }
         if self.mask_token_id is not None:
             config["mask_token_id"] = self.mask_token_id
+        if self.norm_output:
+            config["norm_output"] = True
         return config
 
     @classmethod
@@ -187,6 +193,7 @@ class DrafterConfig(StageConfig):
                 # vLLM's defaults differ by kind; a file without the field means what vLLM would take it to mean.
                 "norm_before_residual": config.get("norm_before_residual", kind == "eagle3"),
                 "norm_before_fc": config.get("norm_before_fc", False),
+                "norm_output": kind == "eagle3" and config.get("norm_output", False),
                 "aux_layer_ids": tuple(config["eagle_aux_hidden_state_layer_ids"]),
                 "mask_token_id": config["mask_token_id"] if kind == "peagle" else None,
                 "num_speculative_tokens": methods[0]["speculative_tokens"],
@@ -195,9 +202,10 @@ class DrafterConfig(StageConfig):
             }
         except (KeyError, IndexError, TypeError) as error:
             raise CheckpointError(f"{where}: field {error} is missing; is this a Speculators checkpoint?") from None
-        for field in ("fc_norm", "norm_output"):
+        for field in ("fc_norm",) if kind == "eagle3" else ("fc_norm", "norm_output"):
             if config.get(field):
-                raise CheckpointError(f"{where}: `{field}` is set, which vLLM ignores for this drafter; not supported")
+                why = "has no place in this network" if kind == "eagle3" else "vLLM ignores for this drafter"
+                raise CheckpointError(f"{where}: `{field}` is set, which {why}; not supported")
         if layers.get("hidden_act", "silu") != "silu" or layers.get("mlp_bias"):
             raise CheckpointError(f"{where}: drafter layers need hidden_act silu and no mlp_bias, as vLLM's have")
         try:

@@ -220,7 +220,7 @@ class Drafter(nn.Module):
             checkpoint: recompute a layer's inside in the backward; its input, keys and values are kept.
 
         Returns:
-            States after the final norm [num_pairs, hidden_size]; rotated keys and values of each layer,
+            States BEFORE the final norm [num_pairs, hidden_size]; rotated keys and values of each layer,
             [num_pairs, num_kv_heads, head_dim].
         """
         keys, values = [], []
@@ -238,10 +238,10 @@ class Drafter(nn.Module):
                 hidden, k, v = one(layer, embeds, hidden)
             keys.append(k)
             values.append(v)
-        return self.norm(hidden), keys, values
+        return hidden, keys, values
 
     def carried_pass(self, entered: Entered, rope_pos: Tensor, attend: Attend) -> Tensor:
-        """All layers without the final norm: the state that EAGLE-3 carries to its next step, [..., hidden_size]."""
+        """All layers without the final norm, [..., hidden_size]. See `fed_back` for what EAGLE-3 carries on."""
         cos, sin = self.rotary(rope_pos, entered.residual.dtype)
         q, k, v, residual = entered.q, entered.k, entered.v, entered.residual
         v = v.expand(*rope_pos.shape, *v.shape[-2:])
@@ -252,6 +252,10 @@ class Drafter(nn.Module):
                 q, k, v = layer.self_attn.qkv(read)
             hidden = layer.leave(residual, attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v))
         return hidden
+
+    def fed_back(self, carried: Tensor, normed: Tensor) -> Tensor:
+        """What EAGLE-3 feeds to its next step: the state before the final norm, or after it with `norm_output`."""
+        return normed if self.config.norm_output else carried
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., draft_vocab_size]"""

@@ -1,8 +1,9 @@
 """The two-pass step: exact gradients, one block's activations in memory at a time.
 
 1. Base pass: the pair slots as a causal language model; each layer's keys and values are kept.
-2. Blocks of neighbouring anchors: their mask slots run against detached keys and values, the loss of the block (its
-   pair slots included) is formed and sent backward at once; gradients of keys, values and states add up.
+2. Blocks of neighbouring anchors: their mask slots (EAGLE-3: their chains, `chain.py`) run against detached keys and
+   values, the loss of the block (its pair slots included) is formed and sent backward at once; gradients of keys,
+   values and states add up.
 3. One backward through the base pass with what was collected.
 
 No N x N mask and no [num_slots, vocab_size] logits exist anywhere. Source: the paper's Algorithm 1 (sequence
@@ -21,6 +22,8 @@ from peagle.drafter.network import Drafter, Entered
 from peagle.layout.cod import CodLayout
 from peagle.states.batch import Batch
 from peagle.train.attention import HEADS, AttentionName, Heads, rollout_mask
+from peagle.train.base import Base
+from peagle.train.chain import chain_rollout
 from peagle.train.loss import LossName, Targets, head_loss
 from peagle.verifier.weights import VerifierHead
 
@@ -130,25 +133,27 @@ def _step(
     with torch.no_grad():
         targets = Targets(head.normed(batch.last_states), head, choices)
     bounds = _document_bounds(batch.document_ids[:num_pairs])
-    pair_ids, aux_states = batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs]
-    states, keys, values = _base_pass(
-        drafter, pair_ids, aux_states, batch.rope_pos[:num_pairs], bounds, heads, settings.checkpoint_base and with_grad
-    )
+    embeds, hidden = drafter.embed_pairs(batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs])
+    checkpoint = settings.checkpoint_base and with_grad
+    carried, keys, values = _base_pass(drafter, embeds, hidden, batch.rope_pos[:num_pairs], bounds, heads, checkpoint)
+    states = drafter.norm(carried)
     state_grad = torch.zeros_like(states) if with_grad else None
-    key_grads = [torch.zeros_like(k) for k in keys] if with_grad else []
-    value_grads = [torch.zeros_like(v) for v in values] if with_grad else []
     states_read = states.detach()
-    masks = _Masks(drafter, with_grad) if layout.num_slots else None
+    base = Base(embeds, drafter.fed_back(carried, states), keys, values, bounds, with_grad and layout.num_slots > 0)
+    masks = _Masks(drafter, with_grad) if layout.num_slots and drafter.mask_hidden is not None else None
     weight = drafter.lm_head.weight
     weight_grad = torch.zeros_like(weight) if with_grad and weight.requires_grad else None
 
     for block in _blocks(batch.is_supervised[:num_pairs], layout, settings.block_slots):
         slots = slice(block.first_slot, block.last_slot)
         anchor, depth, counts = layout.anchor_pos[slots], layout.depth[slots], layout.is_supervised[slots]
-        rolled, leaves = None, []
-        if masks is not None and anchor.numel():
+        rolled = None
+        if anchor.numel():
             with torch.set_grad_enabled(with_grad):
-                rolled, leaves = _rollout(drafter, masks, batch, keys, values, bounds, anchor, depth, heads, with_grad)
+                if masks is not None:
+                    rolled = _rollout(drafter, masks, batch, base, anchor, depth, heads)
+                else:
+                    rolled = chain_rollout(drafter, batch, base, anchor, depth, heads, PART_SLOTS)
         # Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
         pairs = torch.arange(block.first_anchor, block.last_anchor, device=anchor.device)
         pairs = pairs[batch.is_supervised[pairs]]
@@ -187,16 +192,11 @@ def _step(
             rolled_grad = torch.zeros_like(rolled)
             rolled_grad[chosen] = read_grad[pairs.numel() :]
             torch.autograd.backward([rolled], [rolled_grad])
-            for index, first, last, k, v in leaves:
-                key_grads[index][first:last] += k.grad
-                value_grads[index][first:last] += v.grad
+            base.collect()
 
     if with_grad:
         assert state_grad is not None
-        roots, grads = [states], [state_grad]
-        if layout.num_slots:
-            roots, grads = [*roots, *keys, *values], [*grads, *key_grads, *value_grads]
-        needed = [(root, grad) for root, grad in zip(roots, grads) if root.requires_grad]
+        needed = [(root, grad) for root, grad in [(states, state_grad), *base.gradients()] if root.requires_grad]
         torch.autograd.backward([root for root, _ in needed], [grad for _, grad in needed])
         if masks is not None:
             masks.backward()
@@ -214,51 +214,46 @@ def _document_bounds(document_ids: Tensor) -> list[tuple[int, int]]:
 
 def _base_pass(
     drafter: Drafter,
-    pair_ids: Tensor,
-    aux_states: Tensor,
+    embeds: Tensor,
+    hidden: Tensor,
     rope_pos: Tensor,
     bounds: list[tuple[int, int]],
     heads: Heads,
     checkpoint: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """All pair slots: (states [num_pairs, hidden_size], each layer's rotated keys, and values)."""
-    cos, sin = drafter.rotary(rope_pos, aux_states.dtype)
+    """All pair slots: states before the final norm [num_pairs, hidden_size], each layer's rotated keys, and values."""
+    cos, sin = drafter.rotary(rope_pos, hidden.dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [heads(q[a:b], k[a:b], v[a:b], None) for a, b in bounds]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    return drafter.base_pass(*drafter.embed_pairs(pair_ids, aux_states), cos, sin, attend, checkpoint)
+    return drafter.base_pass(embeds, hidden, cos, sin, attend, checkpoint)
 
 
 def _rollout(
     drafter: Drafter,
     masks: _Masks,
     batch: Batch,
-    keys: list[Tensor],
-    values: list[Tensor],
-    bounds: list[tuple[int, int]],
+    base: Base,
     anchor: Tensor,
     depth: Tensor,
     heads: Heads,
-    with_grad: bool,
-) -> tuple[Tensor, list[tuple[int, int, int, Tensor, Tensor]]]:
-    """One block's mask slots: their states, and the leaves that collect gradients of the keys and values they saw."""
-    parts = _attention_parts(anchor, depth, bounds, batch.document_ids)
-    leaves = []
+) -> Tensor:
+    """One block's mask slots: their states, [num_slots, hidden_size]."""
+    parts = _attention_parts(anchor, depth, base.bounds, batch.document_ids)
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = []
         for part in parts:
-            base_k = keys[index][part.first_key : part.last_key].detach().requires_grad_(with_grad)
-            base_v = values[index][part.first_key : part.last_key].detach().requires_grad_(with_grad)
-            leaves.append((index, part.first_key, part.last_key, base_k, base_v))
+            seen = slice(part.first_key, part.last_key)
+            base_k, base_v = base.keys[index].read(seen), base.values[index].read(seen)
             own = slice(part.first_slot, part.last_slot)
             out.append(heads(q[own], torch.cat([base_k, k[own]]), torch.cat([base_v, v[own]]), part.mask))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     rope_pos = batch.rope_pos[anchor] + depth
-    return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend)), leaves
+    return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
 
 
 @dataclass(frozen=True)
