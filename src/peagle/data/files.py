@@ -169,3 +169,24 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
+
+
+def guess_rows(path: Path) -> int:
+    """About how many rows a file has, quickly: its lines, a Parquet footer's count, or the columns an array names."""
+    name = path.name.lower()
+    try:
+        if name.endswith(".parquet"):
+            import pyarrow.parquet
+
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        if name.endswith(".gz"):
+            return path.stat().st_size // 1000
+        marks = (b"\n",) if not name.endswith(".json") else (b'"conversations"', b'"messages"', b'"prompt"')
+        counts = dict.fromkeys(marks, 0)
+        with open(path, "rb") as handle:
+            while block := handle.read(1 << 20):
+                for mark in marks:
+                    counts[mark] += block.count(mark)
+        return max(counts.values())
+    except (OSError, ValueError):  # the reader will say what is wrong
+        return 0

@@ -125,10 +125,10 @@ def mend(messages: list[Message], repairs: set[str]) -> list[Message]:
     - Replies and tool results before the first user turn are dropped (ShareGPT's splits begin in mid-conversation).
     - Neighbouring turns of one speaker are merged with an empty line between them; tool results are not (parallel
       calls), nor is a reply behind a tool call.
-    - An empty reply (no text, reasoning or call) ends the conversation before the user turn that it answers.
+    - An empty reply (no text, reasoning or call) ends the conversation, which is then a prompt.
 
     Raises:
-        UnusableRow: no user turn, or nothing left before the first empty reply.
+        UnusableRow: there is no user turn.
 
     Example:
         user a, user b, assistant c gives user "a\\n\\nb", assistant c; assistant x, user a, assistant b drops x.
@@ -143,11 +143,7 @@ def mend(messages: list[Message], repairs: set[str]) -> list[Message]:
             repairs.add("turns before the first user turn dropped")
             continue
         if role == "assistant" and is_empty(message):
-            repairs.add("cut before an empty reply")
-            while out and out[-1]["role"] in ("user", "tool"):
-                out.pop()
-            if not any(earlier["role"] == "assistant" for earlier in out):
-                raise UnusableRow("empty reply", "the first reply has no text")
+            repairs.add("cut at an empty reply")
             break
         last = out[-1] if out else None
         if last is not None and last["role"] == role and role != "tool" and "tool_calls" not in last:

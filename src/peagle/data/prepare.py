@@ -14,6 +14,7 @@ import peagle
 from peagle import log
 from peagle.data.config import PrepareConfig
 from peagle.data.conversation import Rejected
+from peagle.data.files import guess_rows
 from peagle.data.model import load_tokenizer, load_vocab_size, tokenizer_sha256
 from peagle.data.prepared import read_summary
 from peagle.data.sources import Part, parts_of, read_parts
@@ -198,12 +199,8 @@ def _total(parts: list[Part], limit: int | None) -> int:
     total = 0
     for part in parts:
         if part.path is None:
-            return limit or 0
-        if part.path.suffix.lower() in (".jsonl", ".ndjson"):
-            with open(part.path, "rb") as handle:
-                total += sum(block.count(b"\n") for block in iter(lambda: handle.read(1 << 20), b""))
-        else:
-            total += part.path.stat().st_size // 4000
+            return limit or 1
+        total += guess_rows(part.path)
     return max(1, min(total, limit) if limit else total)
 
 

@@ -53,7 +53,7 @@ class ChatTemplate:
     def of(tokenizer: Any) -> ChatTemplate:
         """The template of a tokenizer, made once, without further options."""
         found = _CACHE.get(tokenizer)
-        if found is None:
+        if found is None or found.text != template_text(tokenizer):
             found = _CACHE[tokenizer] = ChatTemplate(tokenizer, {})
         return found
 

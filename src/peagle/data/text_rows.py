@@ -117,7 +117,7 @@ def text_tokens(marks: TextMarks, text: str) -> tuple[list[int], list[int]]:
 
 
 def _begins_at(text: str, offset: tuple[int, int], start: int) -> bool:
-    """Whether a token lies behind `start`, or crosses it with nothing but white space before it (" The" of `A: The`)."""
+    """Whether a token lies behind `start`, or crosses it with only white space before it (" The" of `A: The`)."""
     return offset[0] >= start or (offset[1] > start and text[offset[0] : start].isspace())
 
 
