@@ -31,7 +31,7 @@ def test_what_is_saved_is_loaded(saved):
     assert again.config == drafter.config
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
 
 
 def test_V04_draft_ids_map_as_in_training(saved):

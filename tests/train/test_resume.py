@@ -123,6 +123,7 @@ def test_every_folder_is_servable_and_vllm_sees_only_the_drafter_at_its_root(tmp
     go(tmp_path)
     for name in ("0", "1", "2", "checkpoint_best", "checkpoint_last"):
         assert sorted(p.name for p in (tmp_path / name).iterdir()) == [
+            "README.md",
             "config.json",
             "model.safetensors",
             "training_state",

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from peagle.drafter.card import write_card
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError
@@ -118,7 +119,7 @@ def save(drafter: Drafter, folder: Path, dtype: str) -> None:
 
 
 def write_into(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], dtype: str) -> None:
-    """Write `config.json` and `model.safetensors` into an existing folder.
+    """Write `config.json`, `model.safetensors` and a model card into an existing folder.
 
     Raises:
         CheckpointError: a tensor holds NaN or infinity; such a drafter must never be served.
@@ -133,3 +134,4 @@ def write_into(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], 
         cast[name] = tensor.contiguous()
     save_file(cast, folder / WEIGHTS, metadata={"format": "pt"})
     write_json(folder / CONFIG, config.to_json(dtype))
+    write_card(folder, config, {}, None, None)
