@@ -78,7 +78,9 @@ class StoreSpec:
         ):
             mine, wanted = getattr(self, name), getattr(other, name)
             if mine != wanted and "" not in (mine, wanted):
-                detail = f"{_shown(mine)}, now {_shown(wanted)} ({self.verifier}, now {other.verifier})"
+                detail = f"{_shown(mine)}, now {_shown(wanted)}"
+                if self.verifier != other.verifier:
+                    detail += f" ({self.verifier}, now {other.verifier})"
                 raise StoreError(
                     f"{where}: the store was made with other {label}: {detail}. Choose another --output, or remove it."
                 )
@@ -189,7 +191,9 @@ class StoreReader:
         return row
 
     def read(self, row_id: str) -> StoredRow:
-        """A row with its states, mapped from the file and not copied.
+        """A row with its states.
+
+        The shard is verified when its first row is read; a row is searched for NaN and infinity at its first reading.
 
         Raises:
             StoreError: no such row, a damaged shard (named), or NaN or infinity in the states (the row is named).

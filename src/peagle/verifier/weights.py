@@ -247,7 +247,7 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
         return scale.reshape(1, 1)
     if scale.ndim == 1:
         return scale[:, None]
-    if scale.shape[1] == 1:
+    if scale.shape == (shape[0], 1):
         return scale
     rows, columns = (-(-full // part) for full, part in zip(shape, scale.shape))
     rows, columns = 1 << (rows - 1).bit_length(), 1 << (columns - 1).bit_length()  # blocks are powers of two

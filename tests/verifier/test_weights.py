@@ -1,0 +1,227 @@
+"""The norm, head and embedding read from files equal the model's own, for every family."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from peagle.errors import VerifierError
+from peagle.verifier.facts import load_facts
+from peagle.verifier.transformers import TransformersVerifier
+from peagle.verifier.weights import VerifierHead, fingerprint, load_embedding, load_head
+from tests import fakes
+
+FAMILIES = [*fakes.TEXT_FAMILIES, *fakes.WRAPPERS]
+
+
+def rewrite(folder, change):
+    """Change the tensors of a single-file verifier."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path, {"format": "pt"})
+
+
+def own_logits_and_states(folder, ids):
+    """The model's own logits and its state before the final norm, by Transformers alone."""
+    verifier = TransformersVerifier(load_facts(str(folder), False), "float32", "cpu")
+    kept = {}
+    norm = verifier.decoder.norm
+    handle = norm.register_forward_pre_hook(lambda module, given: kept.update(state=given[0]))
+    with torch.no_grad():
+        output = verifier.model(input_ids=torch.tensor([ids]), output_hidden_states=True)
+    handle.remove()
+    return output, kept["state"][0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_equal_the_verifiers_own_logits(tmp_path, family):
+    folder = fakes.tiny_verifier(tmp_path, family)
+    ids = fakes.random_row("r", 60, 5, 260, 1).input_ids
+    output, last_states = own_logits_and_states(folder, ids)
+    facts = load_facts(str(folder), False)
+    head = load_head(facts)
+    logits = head.logits(head.normed(last_states))
+    assert logits.shape == output.logits[0].shape
+    assert (logits - output.logits[0]).abs().max() <= 1e-5 * output.logits[0].abs().max()
+    embedding = load_embedding(facts)[ids].float()
+    assert torch.allclose(embedding, output.hidden_states[0][0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_F01_single_file_shards_and_tied_heads_all_load(tmp_path, family, tied):
+    model = fakes.tiny_model(family, tie_word_embeddings=tied)
+    expected_head = model.get_output_embeddings().weight
+    expected_embedding = model.get_input_embeddings().weight
+    one = fakes.tiny_verifier(tmp_path / "one", family, tie_word_embeddings=tied)
+    many = fakes.tiny_verifier(tmp_path / "many", family, tie_word_embeddings=tied, max_shard_size="60KB")
+    assert not (one / "model.safetensors.index.json").exists()
+    assert len(list(many.glob("*.safetensors"))) >= 3
+    for folder in (one, many):
+        facts = load_facts(str(folder), False)
+        assert torch.equal(load_head(facts).weight, expected_head)
+        assert torch.equal(load_embedding(facts) / facts.embedding_scale, expected_embedding)
+
+
+def test_F01_pytorch_files_load_and_other_formats_are_refused(tmp_path):
+    folder = fakes.tiny_verifier(tmp_path, "llama")
+    expected = load_head(load_facts(str(folder), False)).weight
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert torch.equal(load_head(load_facts(str(folder), False)).weight, expected)
+    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
+    with pytest.raises(VerifierError, match=r"no weights .*found .gguf files"):
+        load_head(load_facts(str(folder), False))
+
+
+def test_F01_a_missing_shard_and_a_damaged_file_are_named(tmp_path):
+    folder = fakes.tiny_verifier(tmp_path / "a", "llama", max_shard_size="60KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = folder / index["weight_map"]["model.norm.weight"]
+    shard.unlink()
+    with pytest.raises(VerifierError, match=f"{shard.name} is missing"):
+        load_head(load_facts(str(folder), False))
+    folder = fakes.tiny_verifier(tmp_path / "b", "llama")
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(VerifierError, match=r"model\.safetensors: cannot be read"):
+        load_head(load_facts(str(folder), False))
+
+
+@pytest.mark.parametrize(
+    "name", ["backbone.embeddings.weight", "transformer.wte.weight", "model.language_model.embed_tokens.weight"]
+)
+def test_F03_known_aliases_of_the_embedding_are_found(tmp_path, name):
+    folder = fakes.tiny_verifier(tmp_path, "llama")
+    expected = load_embedding(load_facts(str(folder), False))
+    rewrite(folder, lambda tensors: {name if "embed" in key else key: t for key, t in tensors.items()})
+    facts = load_facts(str(folder), False)
+    assert torch.equal(load_embedding(facts), expected)
+    assert torch.equal(load_head(facts).weight, expected)
+
+
+def test_F03_an_unknown_name_lists_close_ones_and_can_be_given(tmp_path):
+    folder = fakes.tiny_verifier(tmp_path, "llama")
+    expected = load_embedding(load_facts(str(folder), False))
+    rewrite(folder, lambda tensors: {"a.odd_embed.w" if "embed" in key else key: t for key, t in tensors.items()})
+    facts = load_facts(str(folder), False)
+    with pytest.raises(VerifierError, match=r"close ones: a.odd_embed.w.*embedding=NAME"):
+        load_embedding(facts)
+    assert torch.equal(load_embedding(facts.with_tensor_names({"embedding": "a.odd_embed.w"})), expected)
+    with pytest.raises(VerifierError, match="no tensor named b"):
+        load_embedding(facts.with_tensor_names({"embedding": "b"}))
+
+
+def test_an_untied_verifier_without_a_head_is_refused(tmp_path):
+    folder = fakes.tiny_verifier(tmp_path, "llama", tie_word_embeddings=True)
+    fakes.edit_config(folder, tie_word_embeddings=False)
+    with pytest.raises(VerifierError, match="for the head and its configuration says that the head is not tied"):
+        load_head(load_facts(str(folder), False))
+
+
+def untied(tmp_path):
+    return fakes.tiny_verifier(tmp_path, "llama", tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "name"), [("weight_packed", "compressed-tensors"), ("qweight", "GPTQ"), ("weight_blocks", "MXFP4")]
+)
+def test_F05_a_packed_head_is_refused_by_the_name_of_its_format(tmp_path, suffix, name):
+    folder = untied(tmp_path)
+
+    def pack(tensors):
+        weight = tensors.pop("lm_head.weight")
+        packed = torch.zeros(weight.shape[0], weight.shape[1] // 8, dtype=torch.int32)
+        return {**tensors, f"lm_head.{suffix}": packed, "lm_head.weight_scale": torch.ones(weight.shape[0], 1)}
+
+    rewrite(folder, pack)
+    with pytest.raises(VerifierError, match=rf"lm_head.{suffix} is quantised \({name}"):
+        load_head(load_facts(str(folder), False))
+
+
+def test_F05_bytes_under_a_plain_name_are_never_read_as_floats(tmp_path):
+    folder = untied(tmp_path)
+    rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": torch.zeros(272, 64, dtype=torch.uint8)})
+    with pytest.raises(VerifierError, match="stored as uint8"):
+        load_head(load_facts(str(folder), False))
+
+
+def test_F05_an_fp8_body_with_a_bf16_head_works(tmp_path):
+    folder = untied(tmp_path)
+    head = load_file(folder / "model.safetensors")["lm_head.weight"].bfloat16()
+
+    def quantise(tensors):
+        body = {key: t.to(torch.float8_e4m3fn) for key, t in tensors.items() if "_proj" in key}
+        scales = {key + "_scale": torch.ones(1) for key in body}
+        return {**tensors, **body, **scales, "lm_head.weight": head}
+
+    rewrite(folder, quantise)
+    fakes.edit_config(folder, quantization_config={"quant_method": "fp8"})
+    assert torch.equal(load_head(load_facts(str(folder), False)).weight, head)
+
+
+@pytest.mark.parametrize("scale_shape", [(), (272, 1), (272,), (3, 1)], ids=["tensor", "row", "flat row", "block"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_an_eight_bit_head_is_dequantised(tmp_path, scale_shape, dtype):
+    folder = untied(tmp_path)
+    exact = load_file(folder / "model.safetensors")["lm_head.weight"]
+    high = 127.0 if dtype == torch.int8 else 448.0
+    if scale_shape == (3, 1):  # blocks of 128 rows by 128 columns, as DeepSeek's
+        scale = torch.stack([exact[start : start + 128].abs().max() / high for start in (0, 128, 256)])[:, None]
+        spread = scale.repeat_interleave(128, 0)[:272]
+    else:
+        whole = exact.abs().max() / high
+        per_row = exact.abs().amax(1, keepdim=True) / high
+        spread = whole if scale_shape == () else per_row
+        scale = spread.reshape(scale_shape)
+    quantised = exact / spread
+    quantised = (quantised.round() if dtype == torch.int8 else quantised).to(dtype)
+    name = "lm_head.weight_scale_inv" if scale_shape == (3, 1) else "lm_head.weight_scale"
+    rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": quantised, name: scale})
+    head = load_head(load_facts(str(folder), False)).weight
+    assert (head - exact).abs().max() <= 0.04 * exact.abs().max()
+
+
+def test_F09_the_embedding_is_what_the_first_layer_sees_scale_included(tmp_path):
+    folder = fakes.tiny_verifier(tmp_path, "gemma3_text")
+    facts = load_facts(str(folder), False)
+    assert facts.embedding_scale == 8.0
+    verifier = TransformersVerifier(facts, "float32", "cpu")
+    (first_layer_input, _), *_ = verifier.states([[5, 6, 7]], (0,))
+    assert torch.allclose(load_embedding(facts)[[5, 6, 7]], first_layer_input, rtol=1e-6)
+    stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert not torch.allclose(stored[[5, 6, 7]], first_layer_input, rtol=1e-2)
+
+
+def test_the_vocabulary_padded_beyond_the_tokenizer_is_kept(tmp_path):
+    folder = fakes.tiny_verifier(tmp_path, "qwen3", vocab_size=320)
+    assert load_head(load_facts(str(folder), False)).weight.shape == (320, 64)
+    fakes.edit_config(folder, vocab_size=512)
+    with pytest.raises(VerifierError, match=r"shape \[320, 64\], expected \[512, 64\]"):
+        load_head(load_facts(str(folder), False))
+
+
+def test_a_restricted_head_gives_the_same_logits_for_its_tokens():
+    generator = torch.Generator().manual_seed(0)
+    head = VerifierHead(torch.ones(8), 1e-6, torch.randn(20, 8, generator=generator), 0.5, 3.0)
+    states = torch.randn(4, 8, generator=generator)
+    ids = torch.tensor([2, 5, 19])
+    whole = head.logits(head.normed(states))
+    assert torch.allclose(head.restricted(ids).logits(head.normed(states)), whole[:, ids], rtol=1e-6)
+
+
+def test_the_norm_is_computed_in_float32_for_half_precision_and_in_float64_for_float64():
+    head = VerifierHead(torch.full((4,), 2.0), 1e-6, torch.eye(4), 1.0, None)
+    half = head.to("cpu", torch.bfloat16)
+    assert half.norm_weight.dtype == torch.float32
+    assert half.normed(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    double = head.to("cpu", torch.float64)
+    assert double.normed(torch.ones(1, 4, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_the_fingerprint_survives_a_copy_and_notices_other_weights(tmp_path):
+    a = fakes.tiny_verifier(tmp_path / "a", "llama", seed=1)
+    b = fakes.tiny_verifier(tmp_path / "b", "llama", seed=1)
+    c = fakes.tiny_verifier(tmp_path / "c", "llama", seed=2)
+    prints = [fingerprint(load_facts(str(folder), False)) for folder in (a, b, c)]
+    assert prints[0] == prints[1] != prints[2]
