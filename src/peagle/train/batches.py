@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
+
 from peagle import layout
 from peagle.layout import CodLayout
 from peagle.states.batch import Batch, pack
@@ -27,9 +29,15 @@ class Laid:
     layout: CodLayout
 
     @property
+    def supervised_by_depth(self) -> list[int]:
+        """Supervised slots of each depth, depth 0 first."""
+        deeper = torch.bincount(self.layout.depth[self.layout.is_supervised], minlength=self.layout.num_depths)
+        return [int(self.batch.is_supervised.sum()), *deeper[1:].tolist()]
+
+    @property
     def num_supervised(self) -> int:
         """Supervised slots, all depths."""
-        return int(self.batch.is_supervised.sum()) + int(self.layout.is_supervised.sum())
+        return sum(self.supervised_by_depth)
 
     @property
     def num_pairs(self) -> int:

@@ -1,8 +1,9 @@
 """The training loop: optimizer steps over packs, validation, checkpoints. `fit` runs it.
 
 An optimizer step takes a group of packs, whatever the number of ranks; each rank takes its share of them. Its loss is
-the sum over all supervised slots of the group divided by their one count, which is summed over ranks before anything
-runs forward. Every rank meets the others at the same three places of a step: counts, gradients, sums.
+the sum over all supervised slots of the group divided by their one count (EAGLE-3: step by step, the sum of the steps'
+means), which is summed over ranks before anything runs forward. Every rank meets the others at the same three places of
+a step: counts, gradients, sums.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from peagle import log
 from peagle.drafter import Drafter
-from peagle.errors import TrainingError
+from peagle.errors import PeagleError, TrainingError
 from peagle.train.batches import Laid, Ready, ahead, lay_out
 from peagle.train.config import FitConfig
 from peagle.train.distributed import World
@@ -222,24 +223,28 @@ class _Loop:
         done = self.progress.packs_done
         for epoch in range(self.progress.epoch, self.config.epochs):
             order = packs(self.lengths, self.config.total_seq_len, self.config.seed, epoch)
+            items = []
             for first in range(done, len(order), self.per_step):
                 group = order[first : first + self.per_step]
                 mine = [group[i] for i in share(group, self.world.size)[self.world.rank]]
-                yield _Item(epoch, group, mine, first, len(order))
+                items.append(_Item(epoch, group, mine, first, len(order)))
+            left = items[: max(0, self.num_steps - self.progress.step)]
+            self.rows.expect([row_id for item in left for one in item.mine for row_id in one.row_ids])
+            yield from items
             done = 0
 
     def _load(self, item: _Item) -> list[Laid]:
-        self.rows.expect([row_id for one in item.mine for row_id in one.row_ids])
         return [lay_out(self.rows, one, self.config, item.epoch) for one in item.mine]
 
     def _step(self, ready: Ready[_Item, list[Laid]], interrupt: Interrupt) -> StepMetrics | None:
         """One optimizer step; None if nothing in it was supervised, or its gradient was thrown away."""
         began_s, world, device = time.monotonic(), self.world, self.world.device
         laid = ready.made or []
+        by_depth = [one.supervised_by_depth for one in laid]
         counts = world.sum(
             torch.tensor(
                 [
-                    float(sum(one.num_supervised for one in laid)),
+                    *(float(sum(depths[d] for depths in by_depth)) for d in range(self.config.num_depths)),
                     float(sum(one.num_pairs for one in laid)),
                     float(ready.error is not None),
                     float(interrupt.signal_number or 0),
@@ -248,19 +253,23 @@ class _Loop:
                 device=device,
             )
         ).tolist()
-        num_supervised, num_tokens = int(counts[0]), int(counts[1])
-        if counts[2]:
+        *totals, num_tokens, num_failed, num_signals = (int(count) for count in counts)
+        num_supervised = sum(totals)
+        if num_failed:
+            if self.progress.step:
+                self._save(INTERRUPTED, is_best=False)  # the same command goes on at this very step
             raise ready.error or TrainingError("another rank failed; its own message says why")
-        if counts[3]:
+        if num_signals:
             self.result.signal_number = interrupt.signal_number or 15
         if num_supervised == 0:
             self.progress.num_empty += 1
             return None
         results = []
+        divisor, settings = self._normalised(totals)
         with self.masters.step():
             for one in laid:
                 batch, slots = one.batch.to(device, self.dtype), one.layout.to(device)
-                results.append(train_step(self.drafter, self.head, batch, slots, num_supervised, self.settings, None))
+                results.append(train_step(self.drafter, self.head, batch, slots, divisor, settings, None))
         sums = sums_of(world.sum(add_up(results, self.config.num_depths, device)))
         norm = float(self.masters.norm())
         if not self._is_finite(sums, norm, ready.item):
@@ -283,6 +292,13 @@ class _Loop:
             time.monotonic() - began_s + ready.waited_s,
             ready.waited_s,
         )
+
+    def _normalised(self, totals: list[int]) -> tuple[float, StepSettings]:
+        """What a step's loss is divided by: P-EAGLE's slots by their one count, EAGLE-3's steps each by its own."""
+        if self.drafter.config.speculators_model_type == "peagle":
+            return float(sum(totals)), self.settings
+        weights = self.settings.depth_weights or (1.0,) * len(totals)
+        return 1.0, replace(self.settings, depth_weights=tuple(w / max(1, n) for w, n in zip(weights, totals)))
 
     def _is_finite(self, sums: Sums, norm: float, item: _Item) -> bool:
         """Whether a step may be taken. If not, it is thrown away on every rank and counted; too many stop the run."""
@@ -321,20 +337,25 @@ class _Loop:
             return
         self.progress.due = None
         if self.held_out:
-            with self.masters.whole():
-                found = validate(
-                    self.drafter,
-                    self.head,
-                    self.full_head,
-                    self.validation_rows,
-                    self.held_out,
-                    self.config,
-                    self.settings,
-                    self.dtype,
-                    self.world,
-                    self.progress.step,
-                    epoch,
-                )
+            try:
+                with self.masters.whole():
+                    found = validate(
+                        self.drafter,
+                        self.head,
+                        self.full_head,
+                        self.validation_rows,
+                        self.held_out,
+                        self.config,
+                        self.settings,
+                        self.dtype,
+                        self.world,
+                        self.progress.step,
+                        epoch,
+                    )
+            except PeagleError:  # raised on every rank: what was trained is kept, and validated when the run goes on
+                self.progress.due = name
+                self._save(INTERRUPTED, is_best=False)
+                raise
             self.result.validations.append(found)
             self.log.write("validation", found)
             is_best, warning = self.progress.best.update(found.acceptance_length, found.loss, name)
