@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ PLUGIN_FOLDER = Path(__file__).parent / "vllm_plugin"
 """Goes on the server's PYTHONPATH; holds the connector and nothing else."""
 CONNECTOR, CONNECTOR_MODULE = "PeagleHiddenStates", "peagle_vllm_connector"
 _STOP_WAIT_S = 30.0
+_PR_SET_PDEATHSIG = 1
 _OURS = ("--speculative-config", "--kv-transfer-config", "--spec-method", "--spec-model", "--spec-tokens")
 
 
@@ -179,6 +181,7 @@ def start(command: ServerCommand, output: Any) -> subprocess.Popen[bytes]:
             command.arguments,
             env=command.full_environment(),
             start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output is not None else None,
@@ -283,6 +286,12 @@ def _group_lives(group: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _end_with_parent() -> None:
+    """Have the kernel stop this process when its parent is gone, however that came: a server must not stay behind."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def exec_server(command: ServerCommand) -> None:

@@ -1,0 +1,168 @@
+"""Runs vLLM engines in forked children of one process that imports vLLM once: the import takes longer than most jobs.
+
+One JSON job per line on stdin, one JSON answer per line on stdout ("{}" once ready); vLLM's own output goes to stderr.
+Run with vLLM's Python; `vllm_engines.Engines` is the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def states(job: dict[str, Any]) -> dict[str, Any]:
+    """Hidden states of rows through `InProcessSource`, into one safetensors file."""
+    from safetensors.torch import save_file
+
+    from peagle.data.rows import TokenRow
+    from peagle.verifier.facts import load_facts
+    from peagle.verifier.source import RowRefused
+    from peagle.verifier.vllm_inprocess import InProcessSource
+
+    rows = [TokenRow(str(i), "x", ids, [1] * len(ids), False, 0) for i, ids in enumerate(job["rows"])]
+    facts = load_facts(job["model"], False)
+    source = InProcessSource(
+        facts, job["aux"], job["dtype"], Path(job["folder"]), job["output"], True, job["arguments"]
+    )
+    tensors = {}
+    refused = {}
+    started_s = time.monotonic()
+    for found in source.states(rows, {row.row_id for row in rows}):
+        if isinstance(found, RowRefused):
+            refused[found.row_id] = f"{found.reason}: {found.detail}"
+            continue
+        tensors[f"{found.row_id}.aux"], tensors[f"{found.row_id}.last"] = found.aux_states, found.last_states
+    seconds = time.monotonic() - started_s
+    source.close()
+    save_file(tensors, job["output"])
+    return {"refused": refused, "seconds": seconds, "max_tokens": source.max_tokens}
+
+
+def generate(job: dict[str, Any]) -> dict[str, Any]:
+    """Answers of one engine, with its counters and, if asked, every draft, task by task."""
+    from vllm import LLM
+
+    drafts = record_drafts() if job["record_drafts"] else []
+    llm = LLM(
+        model=job["model"],
+        dtype=job["dtype"],
+        speculative_config=job["speculative"],
+        max_num_seqs=8,
+        disable_log_stats=False,
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        **job["arguments"],
+    )
+    results = []
+    for task in job["tasks"]:
+        before = counters(llm)
+        drafts.clear()
+        answers: list[list[int]] = []
+        per_answer = []
+        started_s = time.monotonic()
+        groups = [[prompt] for prompt in task["prompts"]] if task["one_at_a_time"] else [task["prompts"]]
+        first = 0
+        for group in groups:
+            outputs = llm.generate(
+                [{"prompt_token_ids": ids} for ids in group],
+                [sampling(task, first + i) for i in range(len(group))],
+                use_tqdm=False,
+            )
+            answers += [list(output.outputs[0].token_ids) for output in outputs]
+            if task["one_at_a_time"]:
+                per_answer.append([row for batch in drafts for row in batch])
+                drafts.clear()
+            first += len(group)
+        seconds = time.monotonic() - started_s
+        after = counters(llm)
+        results.append(
+            {
+                "answers": answers,
+                "seconds": seconds,
+                "num_drafts": after["num_drafts"] - before["num_drafts"],
+                "accepted": [a - b for a, b in zip(after["accepted"], before["accepted"] or [0] * 64)],
+                "drafts": per_answer if job["record_drafts"] and task["one_at_a_time"] else None,
+            }
+        )
+    return {"tasks": results}
+
+
+def sampling(task: dict[str, Any], index: int) -> Any:
+    """Parameters of one prompt; its own seed when sampled."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=task["temperature"],
+        max_tokens=task["max_tokens"],
+        ignore_eos=True,
+        stop_token_ids=task["eos_ids"],
+        seed=task["seed"] + index if task["temperature"] > 0 else None,
+        detokenize=False,
+    )
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """Speculative-decoding counters so far."""
+    found: dict[str, Any] = {"num_drafts": 0, "accepted": []}
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            found["num_drafts"] += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            found["accepted"] = list(metric.values)
+    return found
+
+
+def record_drafts() -> list[list[list[int]]]:
+    """Keep what the drafter proposes: one entry per call, a row per request."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    kept: list[list[list[int]]] = []
+    propose = SpecDecodeBaseProposer.propose
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafted = propose(self, *args, **kwargs)
+        tensor = drafted[0] if isinstance(drafted, tuple) else drafted
+        kept.append(tensor.tolist())
+        return drafted
+
+    SpecDecodeBaseProposer.propose = recording
+    return kept
+
+
+def in_child(job: dict[str, Any], answer_to: int) -> None:
+    """Run one job and write its answer; never returns."""
+    try:
+        answer = {"states": states, "generate": generate}[job["kind"]](job)
+    except BaseException as error:
+        traceback.print_exc()
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    os.write(answer_to, json.dumps(answer).encode() + b"\n")
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """Serve jobs until stdin ends."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever prints, prints to stderr
+    import vllm
+    import vllm.entrypoints.llm
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+    os.write(answers, b"{}\n")
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            in_child(json.loads(line), answers)
+        _, status = os.waitpid(child, 0)
+        if status:
+            os.write(answers, json.dumps({"error": f"the child ended with status {status}"}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

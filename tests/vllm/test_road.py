@@ -1,0 +1,255 @@
+"""Regenerate and extract through a real server that is killed with -9 on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from benchmarks.vllm_engines import free_port, server
+from peagle import embedded
+from peagle.errors import EndpointError
+from peagle.states.store import StoreReader
+from peagle.verifier import vllm_endpoint
+from peagle.verifier.facts import load_facts
+from peagle.verifier.vllm_client import RetryPolicy
+from peagle.verifier.vllm_endpoint import EndpointSettings, EndpointSource
+from peagle.verifier.vllm_launch import stop
+from tests.fakes import random_row
+from tests.vllm.conftest import questions
+from tests.vllm.road import kill_9, must, peagle, records, when
+
+PROMPTS, NEW_TOKENS = 40, 48
+
+
+@dataclass
+class Road:
+    """What the road left behind."""
+
+    work: Path
+    verifier: Path
+    url: str
+    """A living server with the connector."""
+    said: dict[str, str]
+
+
+class Servers:
+    """One server at a time, always at the same address."""
+
+    def __init__(self, verifier: Path, work: Path) -> None:
+        self.verifier, self.work = verifier, work
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._running: object = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        arguments = ["launch-vllm", str(self.verifier), "--hidden-states-path", str(self.work / "shared")]
+        arguments += ["--", "--max-num-batched-tokens", "256", "--max-num-seqs", "8"]
+        self._running = server(arguments, self.work / "server.log", self.port)
+        self.process, _ = self._running.__enter__()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        kill_9(self.process)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            stop(self.process)
+
+
+@pytest.fixture(scope="module")
+def road(verifier: Path, work: Path) -> Iterator[Road]:
+    """Regenerate (killed, stopped, resumed), prepare, extract (killed, survived), and extract again undisturbed."""
+    servers = Servers(verifier, work)
+    servers.start()
+    said = {}
+    data = questions(embedded.TRAIN_QUESTIONS, PROMPTS, work / "prompts.jsonl")
+    answers = work / "answers.jsonl"
+    regenerate = ["regenerate", "--model", verifier, "--data", data, "--endpoint", servers.url, "--concurrency", 8]
+    regenerate += ["--max-new-tokens", NEW_TOKENS, "--tail-tokens", 4, "--dtype", "float32"]
+    from tests.vllm.road import command
+
+    running = subprocess.Popen(
+        list(map(str, command(*regenerate, "--output", answers, "--restart-wait-s", "1"))),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    when(lambda: len(records(answers)) >= 8, 300)
+    servers.kill()
+    said["killed regenerate"] = running.communicate(timeout=120)[1]
+    said["killed regenerate status"] = str(running.returncode)
+    said["killed regenerate answers"] = str(len(records(answers)))
+    servers.start()
+    said["resumed regenerate"] = must(*regenerate, "--output", answers)
+    must(*regenerate, "--output", work / "undisturbed.jsonl")
+    must("prepare", "--model", verifier, "--data", answers, "--output", work / "rows", "--seq-length", 1024)
+    extract = ["extract", "--preprocessed-data", work / "rows", "--endpoint", servers.url, "--concurrency", 8]
+    extract += ["--hidden-states-path", work / "shared", "--validate-outputs", "--dtype", "float32", "--shard-mb", 1]
+    running = subprocess.Popen(
+        list(map(str, command(*extract, "--output", work / "states"))), stderr=subprocess.PIPE, text=True
+    )
+    when(lambda: any((work / "states").glob("*.safetensors")), 300)
+    servers.kill()
+    servers.start()
+    said["survived extract"] = running.communicate(timeout=300)[1]
+    said["survived extract status"] = str(running.returncode)
+    said["extract"] = must(*extract, "--output", work / "undisturbed")
+    yield Road(work, verifier, servers.url, said)
+    servers.stop()
+
+
+def test_regenerate_stops_clearly_when_its_server_is_killed_and_goes_on_afterwards(road: Road) -> None:
+    assert road.said["killed regenerate status"] == "2"
+    assert "run the same command to go on" in road.said["killed regenerate"].splitlines()[-1]
+    kept = int(road.said["killed regenerate answers"])
+    assert 8 <= kept < PROMPTS
+    assert f"{kept} were there" in road.said["resumed regenerate"]
+
+
+def test_killed_and_undisturbed_answers_are_the_same(road: Road) -> None:
+    once, again = records(road.work / "answers.jsonl"), records(road.work / "undisturbed.jsonl")
+    assert [record["id"] for record in once] == [record["id"] for record in again]
+    assert len(once) == PROMPTS
+    assert once == again
+
+
+def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(road: Road) -> None:
+    from peagle.verifier.generation import GenerationSettings
+    from peagle.verifier.transformers import TransformersVerifier
+
+    facts = load_facts(str(road.verifier), False)
+    made = records(road.work / "answers.jsonl")[:6]
+    settings = GenerationSettings(NEW_TOKENS, facts.eos_token_ids, 0.0, 1.0, 4)
+    prompts = [[i for i, m in zip(r["input_ids"], r["loss_mask"]) if not m][: r["loss_mask"].index(1)] for r in made]
+    ours = TransformersVerifier(facts, "float32", "cpu").generate(prompts, settings, [0] * len(made), 6)
+    for place, generation in ours:
+        record = made[place]
+        assert record["input_ids"] == [*prompts[place], *generation.ids, *generation.tail_ids]
+        assert record["finish_reason"] == generation.finish_reason
+        assert record["tail_length"] == len(generation.tail_ids)
+    assert {record["finish_reason"] for record in records(road.work / "answers.jsonl")} <= {"stop", "length"}
+
+
+def test_extract_survives_a_killed_and_restarted_server(road: Road) -> None:
+    assert road.said["survived extract status"] == "0", road.said["survived extract"][-1500:]
+    assert "connection lost" in road.said["survived extract"]
+    once, again = StoreReader.open(road.work / "states"), StoreReader.open(road.work / "undisturbed")
+    assert sorted(once.row_ids) == sorted(again.row_ids)
+    assert len(once) == PROMPTS
+    for row_id in once.row_ids:
+        a, b = once.read(row_id), again.read(row_id)
+        assert a.row == b.row
+        assert torch.equal(a.label_pos, b.label_pos)
+        # Another batch, other rounding.
+        torch.testing.assert_close(a.aux_states, b.aux_states, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a.last_states, b.last_states, rtol=1e-4, atol=1e-5)
+
+
+def test_no_file_stays_behind(road: Road) -> None:
+    assert list((road.work / "shared" / "in-flight").iterdir()) == []
+
+
+def source(road: Road, aux: tuple[int, ...] = (2, 4, 5), folder: Path | None = None) -> EndpointSource:
+    settings = EndpointSettings((road.url,), None, None, 4, RetryPolicy(60.0, 2, 5.0), folder or road.work / "shared")
+    return EndpointSource(load_facts(str(road.verifier), False), aux, settings, "tests", False)
+
+
+def test_other_layers_and_a_folder_not_shared_are_refused(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_endpoint, "_PROBE_WAIT_S", 1.0)
+    with pytest.raises(EndpointError, match=r"hands out layers \[2, 4, 5, 8\], wanted are \[1, 4, 5, 8\]"):
+        source(road, (1, 4, 5))
+    with pytest.raises(EndpointError, match="both must see one folder"):
+        source(road, folder=road.work / "elsewhere")
+
+
+def test_another_model_behind_the_endpoint_is_refused(road: Road, tmp_path: Path) -> None:
+    from tests.fakes import tiny_verifier
+
+    other = tiny_verifier(tmp_path / "other")
+    said = peagle(
+        "extract", "--preprocessed-data", road.work / "rows", "--endpoint", road.url, "--model", other,
+        "--output", tmp_path / "out", "--hidden-states-path", road.work / "shared",
+    )  # fmt: skip
+    assert said.returncode == 2
+    assert len(said.stderr.strip().splitlines()) >= 1
+
+
+def test_unsafe_names_write_nothing_and_say_why(road: Road) -> None:
+    payload = {"model": str(road.verifier), "prompt": [5, 6, 7], "max_tokens": 1}
+    for name in ("../escaped", "/tmp/escaped", "a/b", ".hidden", 5):
+        answer = httpx.post(
+            f"{road.url}/v1/completions",
+            json={**payload, "kv_transfer_params": {"hidden_states_name": name}},
+            timeout=60,
+        ).json()
+        assert "only letters, digits" in answer["kv_transfer_params"]["hidden_states_error"]
+    assert not list(road.work.rglob("*escaped*"))
+
+
+def test_requests_that_ask_for_no_states_write_none(road: Road) -> None:
+    payload = {"model": str(road.verifier), "prompt": [5, 6, 7], "max_tokens": 1}
+    answer = httpx.post(f"{road.url}/v1/completions", json=payload, timeout=60).json()
+    assert not answer.get("kv_transfer_params")
+    assert list((road.work / "shared" / "in-flight").iterdir()) == []
+
+
+def test_an_aborted_request_leaves_no_file_and_a_healthy_server(road: Road) -> None:
+    payload = {
+        "model": str(road.verifier),
+        "prompt": [5] * 300,
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "kv_transfer_params": {"hidden_states_name": "aborted"},
+    }
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{road.url}/v1/completions", json=payload, timeout=1.5)
+    src = source(road)
+    (found,) = src.states([random_row("a", 20, 4, 1000, 0)], {"a"})
+    assert found.row_id == "a"
+    when(lambda: list((road.work / "shared" / "in-flight").iterdir()) == [], 20)
+    src.close()
+
+
+def test_a_write_that_fails_reaches_the_client(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_endpoint, "_FILE_WAIT_S", 2.0)
+    src = source(road)
+    folder = road.work / "shared" / "in-flight"
+    folder.rmdir()  # neither the file nor its note can be written: only later answers can tell
+    rows = [random_row(f"r{i}", 20, 4, 1000, i) for i in range(3)]
+    with pytest.raises(EndpointError, match=r"did not appear|could not write"):
+        list(src.states(rows, {row.row_id for row in rows}))
+    folder.mkdir()
+    src.close()
+    src = source(road)
+    assert len(list(src.states(rows, {row.row_id for row in rows}))) == 3
+    src.close()
+
+
+def test_a_row_at_the_limit_is_served_and_one_past_it_is_named_before_the_run(road: Road, tmp_path: Path) -> None:
+    src = source(road)
+    limit = src.max_tokens
+    (found,) = src.states([random_row("a", limit, 4, 1000, 0)], {"a"})
+    assert found.row_id == "a"
+    assert not hasattr(found, "reason")
+    src.close()
+    longer = [i % 1000 + 3 for i in range(limit + 1)]
+    line = {"id": "long", "input_ids": longer, "loss_mask": [0] * 4 + [1] * (limit - 3)}
+    short = {"id": "short", "input_ids": longer[:50], "loss_mask": [0] * 4 + [1] * 46}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(short) + "\n")
+    must(
+        "prepare", "--model", road.verifier, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "rows",
+        "--seq-length", limit + 10,
+    )  # fmt: skip
+    said = must(
+        "extract", "--preprocessed-data", tmp_path / "rows", "--endpoint", road.url,
+        "--hidden-states-path", road.work / "shared", "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert f"row long skipped: longer than the verifier takes ({limit} tokens)" in said
+    assert "dropped 1" in said
