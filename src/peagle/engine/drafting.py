@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from peagle.drafter import Drafter
 from peagle.engine.acceptance import pick
 from peagle.engine.cache import KeyValues
+from peagle.engine.fused import FusedDrafter
 from peagle.engine.sampling import Sampling, probabilities
 from peagle.engine.span import Ruler, Span
 
@@ -59,6 +60,7 @@ class Drafting:
         )
         weight = drafter.fc.weight
         self._device = weight.device
+        self._layers = FusedDrafter(drafter, capacity)
         self._cache = KeyValues(num_rows, capacity)
         self._ruler = Ruler(capacity, 2 * num_speculative_tokens + 1, weight.dtype, weight.device)
         self._span: Span | None = None
@@ -133,16 +135,15 @@ class Drafting:
     def _pass(self, first_row: int, embeds: Tensor, hidden: Tensor, starts: list[int]) -> Tensor:
         self._span = self._ruler.span(first_row, starts, embeds.shape[1])
         self._mask = self._ruler.causal(self._span)
-        return self._drafter.carried_pass(self._drafter.enter(embeds, hidden), self._span.positions, self._attend)
+        return self._layers.run(embeds, hidden, self._span, self._attend)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self._span is not None
-        keys, values = self._cache.write(layer, k.transpose(1, 2), v.transpose(1, 2), self._span)
+        keys, values = self._cache.write(layer, k, v, self._span)
         is_square = self._mask is None and self._span.num_tokens > 1
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, self._mask, is_causal=is_square, enable_gqa=self._shares_heads
+        return F.scaled_dot_product_attention(
+            q, keys, values, self._mask, is_causal=is_square, enable_gqa=self._shares_heads
         )
-        return attended.transpose(1, 2).flatten(2)
 
     def _draw(self, carried: Tensor, uniforms: Tensor | None) -> Draft:
         """Tokens from states before the final norm, [rows, num_drawn, hidden]."""
