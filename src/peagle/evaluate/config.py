@@ -1,0 +1,88 @@
+"""Settings of `peagle evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from peagle.config import StageConfig
+
+_SAMPLING: Any = {"panel": "Sampling"}
+_SERVER: Any = {"panel": "Served drafter"}
+
+
+class EvaluateConfig(StageConfig):
+    """Which drafter to measure, on what, and how."""
+
+    checkpoint: str = Field(json_schema_extra={"positional": True})
+    """The drafter: a checkpoint folder or a hub id."""
+    mode: Literal["both", "decode", "replay"] = "both"
+    """decode runs the engine; replay decodes nothing: one drafter pass over recorded answers gives the counts of greedy
+    decoding; both decodes, replays what was decoded, and says whether the two count alike."""
+    data: tuple[str, ...] = ()
+    """Prompts, repeatable: whatever `prepare --data` takes; of a conversation, its first user turn."""
+    data_path: Path | None = None
+    """Prepared rows (`peagle prepare`) instead: each reply is an answer on record, what stands before it its prompt."""
+    hidden_states_path: Path | None = None
+    """Stored states of these rows (`peagle extract`), for replay. Unset: the verifier computes them."""
+    output: Path = Path("evaluation")
+    """Folder for evaluation.json and evaluation.md, or the name of the .json file."""
+    verifier_name_or_path: str | None = Field(None, json_schema_extra={"aliases": ["--model"]})
+    """The verifier. Unset: the one that the checkpoint names."""
+    num_speculative_tokens: int | None = Field(None, ge=1)
+    """Tokens drafted per verifier pass. Unset: as many as the checkpoint says."""
+    max_samples: int | None = Field(None, ge=1, json_schema_extra={"aliases": ["--limit"]})
+    """Read at most so many prompts or rows, one from each data set in turn."""
+    max_new_tokens: int | None = Field(None, ge=1, json_schema_extra={"aliases": ["--max-tokens"]})
+    """Longest answer. Unset: 512, and for an answer on record its own length."""
+    batch_size: int = Field(1, ge=1)
+    """Prompts decoded side by side, with and without the drafter."""
+    compare_samples: int = Field(40, ge=0)
+    """So many prompts are decoded plainly too, by Transformers' `generate` and by our engine without a drafter: for the
+    speed beside plain decoding and the proof that the answers are the same. 0: none."""
+    temperature: float = Field(0.0, ge=0, json_schema_extra=_SAMPLING)
+    """0 is greedy. Above 0, replay gives the expected acceptance, the sum of min(drafter, verifier)."""
+    top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=_SAMPLING)
+    """Sample from the most probable tokens that together reach this."""
+    seed: int = Field(0, ge=0, json_schema_extra=_SAMPLING)
+    """Seed of the sampling."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype in which verifier and drafter compute; auto: the verifier's own."""
+    device: str = "auto"
+    """Where they run: cpu, cuda, cuda:1; auto: the first GPU, else the CPU."""
+    chat_template: Path | None = None
+    """A Jinja file to use instead of the verifier's own template."""
+    trust_remote_code: bool = False
+    """Let the verifier's own code run."""
+    endpoint: tuple[str, ...] = Field((), json_schema_extra=_SERVER)
+    """Address of a vLLM server that runs the drafter, such as http://localhost:8000/v1: its own counters are read. May
+    be repeated."""
+    concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
+    """Requests under way at once."""
+    request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
+    """Longest wait for one answer."""
+    max_retries: int = Field(3, ge=0, json_schema_extra=_SERVER)
+    """Further tries after a passing error."""
+    restart_wait_s: float = Field(60.0, ge=0, json_schema_extra=_SERVER)
+    """How long a server may be gone before the run stops."""
+    api_key: str | None = Field(None, json_schema_extra=_SERVER)
+    """Sent to the server as a bearer token."""
+    served_model_name: str | None = Field(None, json_schema_extra=_SERVER)
+    """Name under which the server knows the verifier, if not its own."""
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> EvaluateConfig:
+        if bool(self.data) == (self.data_path is not None):
+            raise ValueError("give either --data (prompts) or --data-path (prepared rows)")
+        if self.hidden_states_path is not None and self.data_path is None:
+            raise ValueError("--hidden-states-path belongs to prepared rows: give their --data-path too")
+        if self.endpoint and self.mode == "replay":
+            raise ValueError("--mode replay needs no server; leave --endpoint out")
+        return self
+
+    @property
+    def json_path(self) -> Path:
+        """Where evaluation.json goes."""
+        return self.output if self.output.suffix == ".json" else self.output / "evaluation.json"
