@@ -1,0 +1,58 @@
+"""The Python example of the README runs as it stands, on a run made by the commands' own functions."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from peagle.data.config import PrepareConfig
+from peagle.data.prepare import prepare
+from peagle.states.config import ExtractConfig
+from peagle.states.extract import extract
+from peagle.train import TrainConfig, train
+from tests.fakes import byte_tokenizer, tiny_verifier
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A tiny run where the README says that the demo's is."""
+    verifier = tiny_verifier(tmp_path / "verifier", "qwen3", tokenizer=byte_tokenizer())
+    talks = [
+        {"messages": [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]}
+        for n in range(6)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    at = tmp_path / "demo-output"
+    given = {"model": str(verifier), "data": [str(tmp_path / "talks.jsonl")], "output": at / "prepared"}
+    prepare(PrepareConfig.build({**given, "num_preprocessing_workers": 1}))
+    extract(ExtractConfig.build({"preprocessed_data": at / "prepared", "output": at / "hidden_states"}))
+    settings = {
+        "verifier_name_or_path": str(verifier),
+        "data_path": at / "prepared",
+        "hidden_states_path": at / "hidden_states",
+        "save_path": at / "checkpoints",
+        "num_layers": 1,
+        "max_steps": 1,
+        "epochs": 1,
+        "total_seq_len": 256,
+    }
+    train(TrainConfig.build(settings))
+    return at
+
+
+def test_the_readmes_example_runs_and_does_what_it_says(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["slots"].num_slots > 0
+    assert names["result"].loss_sum.sum() > 0
+    assert names["drafts"].mask_hidden.grad.abs().sum() > 0
+    assert 0 < len(names["answer"].ids) <= 80
+    assert all(0 <= one.num_accepted <= 4 for one in names["answer"].passes)
+    assert capsys.readouterr().out
