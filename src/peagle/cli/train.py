@@ -10,7 +10,7 @@ CONFIG = TrainConfig
 
 
 def run(config: TrainConfig) -> int:
-    """Train a P-EAGLE drafter on prepared rows and their hidden states.
+    """Train a drafter, P-EAGLE or EAGLE-3, on prepared rows and their hidden states.
 
     Every checkpoint folder is servable as it is: `peagle serve SAVE_PATH/checkpoint_best`. The same command goes on
     after SIGTERM, Ctrl-C or a crash. For several GPUs:

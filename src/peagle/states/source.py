@@ -13,7 +13,12 @@ _CHECKED_TOKENS = 64
 
 
 def open_source(
-    config: ExtractConfig, spec: StoreSpec, facts: VerifierFacts, head: VerifierHead | None, sample: TokenRow
+    config: ExtractConfig,
+    spec: StoreSpec,
+    facts: VerifierFacts,
+    head: VerifierHead | None,
+    sample: TokenRow,
+    rank: int = 0,
 ) -> StateSource:
     """Open the source that a job asks for.
 
@@ -23,11 +28,12 @@ def open_source(
         facts: the verifier.
         head: from its files; the Transformers backend proves it on `sample` before the job starts.
         sample: any row.
+        rank: of several processes that make the same store: their files must not be taken for one another's.
 
     Raises:
         PeagleError: the verifier cannot be loaded or reached, or its files do not give its own logits.
     """
-    store = str(config.output.resolve())
+    store = str(config.output.resolve()) + (f"#{rank}" if rank else "")
     if config.endpoint:
         from peagle.verifier.vllm_client import RetryPolicy
         from peagle.verifier.vllm_endpoint import EndpointSettings, EndpointSource

@@ -1,4 +1,7 @@
-"""What can be set about training, said once: `FitConfig` for the loop, `TrainConfig` for `peagle train`."""
+"""What can be set about training, said once: `FitConfig` for the loop, `TrainConfig` for `peagle train`.
+
+The loop knows depths only: `kinds.settle` turns a `TrainConfig` with EAGLE-3's own names into one with depths.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ _SCHEDULE: dict[str, JsonValue] = {"panel": "Schedule"}
 _MACHINE: dict[str, JsonValue] = {"panel": "Machine"}
 _PATHS: dict[str, JsonValue] = {"panel": "Paths"}
 _RUN: dict[str, JsonValue] = {"panel": "Run"}
+_CHAIN: dict[str, JsonValue] = {"panel": "EAGLE-3"}
+_SERVER: dict[str, JsonValue] = {"panel": "Served verifier"}
 
 # Muon's step is scaled to AdamW's size (match_rms_adamw), yet it bears a larger rate: on the embedded verifier 8e-3 for
 # matrices beside 8e-4 for the rest reached in four minutes what AdamW alone reached in thirteen.
@@ -129,8 +134,22 @@ class TrainConfig(FitConfig):
     trust_remote_code: bool = Field(False, json_schema_extra=_PATHS)
     """Allow the verifier's own code when its config and tokenizer are loaded."""
 
-    speculator_type: Literal["peagle"] = Field("peagle", json_schema_extra=_DRAFTER)
-    """Kind of drafter."""
+    hidden_states: Literal["offline", "online", "hybrid"] = Field("offline", json_schema_extra=_PATHS)
+    """offline reads the store; online asks the verifier for states as they are needed and keeps none; hybrid fills the
+    store in the first epoch and reads it in later ones."""
+    from_pretrained: str | None = Field(None, json_schema_extra=_PATHS)
+    """Start from this drafter (folder or hub id, P-EAGLE or EAGLE-3) instead of from random layers; its shape and draft
+    vocabulary are taken over."""
+
+    speculator_type: Literal["peagle", "eagle3"] = Field("peagle", json_schema_extra=_DRAFTER)
+    """Kind of drafter: peagle drafts all tokens in one pass, eagle3 one after another."""
+    ttt_steps: int = Field(3, ge=1, json_schema_extra=_CHAIN)
+    """Test-time-training steps: how far the drafter is unrolled over its own states; also how many tokens it proposes
+    when served."""
+    ttt_step_loss_decay: float = Field(1.0, gt=0, le=1, json_schema_extra=_CHAIN)
+    """The mean loss of step t weighs this to the power t."""
+    norm_output: bool = Field(False, json_schema_extra=_CHAIN)
+    """Feed back the state after the final norm instead of the one before it ("EAGLE-3.1")."""
     num_layers: int = Field(4, ge=1, json_schema_extra=_DRAFTER)
     """Decoder layers of the drafter."""
     draft_arch: Literal["llama", "qwen3"] | None = Field(None, json_schema_extra=_DRAFTER)
@@ -152,8 +171,9 @@ class TrainConfig(FitConfig):
     """Share of the rows to train on, chosen by a hash of the row; the rest is validation."""
     max_samples: int | None = Field(None, ge=1, json_schema_extra=_RUN)
     """Use only this many rows (those of the smallest hash)."""
-    on_missing: Literal["raise", "skip"] = Field("raise", json_schema_extra=_RUN)
-    """What to do about prepared rows that have no hidden states in the store."""
+    on_missing: Literal["raise", "skip", "generate"] = Field("raise", json_schema_extra=_RUN)
+    """What to do about prepared rows without hidden states: stop, pass over them, or (with offline) ask the verifier
+    for them each time they are needed."""
     resume_from_checkpoint: bool = Field(True, json_schema_extra=_RUN)
     """Go on from the newest checkpoint in --save-path; without it they are removed and training starts anew."""
     keep_last: int | None = Field(None, ge=1, json_schema_extra=_RUN)
@@ -162,3 +182,24 @@ class TrainConfig(FitConfig):
     """Trackers that get the metrics too: tensorboard, wandb, mlflow, trackio. metrics.jsonl is always written."""
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", json_schema_extra=_RUN)
     """Type of the saved drafter; auto: the verifier's."""
+
+    endpoint: tuple[str, ...] = Field((), json_schema_extra={**_SERVER, "aliases": ["--vllm-endpoint"]})
+    """Servers that make states (`peagle launch-vllm`), such as http://localhost:8000/v1. Unset: the verifier runs in
+    this process, through Transformers."""
+    concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
+    """Requests under way at once, each rank."""
+    request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
+    """Longest wait for one answer."""
+    max_retries: int = Field(3, ge=0, json_schema_extra=_SERVER)
+    """Further tries after a passing error (408, 409, 425, 429, 5xx, a timeout)."""
+    restart_wait_s: float = Field(300.0, ge=0, json_schema_extra=_SERVER)
+    """How long the servers may be gone before the run stops, to be gone on with at the same step."""
+    api_key: str | None = Field(None, json_schema_extra=_SERVER)
+    """Sent to the servers as a bearer token."""
+    served_model_name: str | None = Field(None, json_schema_extra=_SERVER)
+    """Name under which the servers know the verifier, if not its own."""
+
+    @property
+    def asks_verifier(self) -> bool:
+        """Whether states are made during training."""
+        return self.hidden_states != "offline" or self.on_missing == "generate"

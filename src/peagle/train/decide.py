@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,14 @@ import torch
 from peagle import log
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.rows import TokenRow
-from peagle.data.vocab import choose_vocab
+from peagle.data.vocab import choose_vocab, vocab_of_ids
 from peagle.drafter import DrafterConfig, config_for
+from peagle.drafter.warm_start import check_layers, check_source, config_from
 from peagle.errors import ConfigError, DataError, StoreError, TrainingError
-from peagle.states.store import StoreReader
+from peagle.states.store import StoreReader, StoreSpec
 from peagle.train.config import TrainConfig
+from peagle.train.kinds import pretrained_config, pretrained_draft_ids
+from peagle.train.open_rows import hidden_states_path, plan_states
 from peagle.train.order import first_by_hash, packs, split
 from peagle.train.rows import Extent, extent
 from peagle.verifier.facts import VerifierFacts, load_facts
@@ -59,6 +61,12 @@ class Decision:
     warnings: list[str]
     data: dict[str, str]
     """Hashes of what was read, for the manifest."""
+    spec: dict[str, Any]
+    """Fields of the `StoreSpec`: what the states are like."""
+
+    def store_spec(self) -> StoreSpec:
+        """What the states are like."""
+        return StoreSpec(**{**self.spec, "aux_layer_ids": tuple(self.spec["aux_layer_ids"])})
 
     def extents(self, which: dict[str, list[int]]) -> dict[str, Extent]:
         """`train` or `held_out` as records."""
@@ -87,11 +95,6 @@ class Decision:
         )
 
 
-def hidden_states_path(config: TrainConfig) -> Path:
-    """Where the store is."""
-    return config.hidden_states_path or config.data_path / "hidden_states"
-
-
 def decide(config: TrainConfig) -> Decision:
     """Look at everything that is cheap to look at, and refuse what cannot work.
 
@@ -99,26 +102,23 @@ def decide(config: TrainConfig) -> Decision:
         PeagleError: one line for whatever does not fit: data, store, verifier, flags.
     """
     prepared = load_prepared(config.data_path)
-    store = StoreReader.open(hidden_states_path(config))
     facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
-    _same_verifier(config, facts, prepared, store)
-    rows = _rows(config, facts, prepared, store)
+    source = None if config.from_pretrained is None else pretrained_config(config.from_pretrained)
+    if source is not None:
+        check_source(source, str(config.from_pretrained), facts.name_or_path, facts.hidden_size, facts.vocab_size)
+    planned = plan_states(config, facts, prepared, None if source is None else source.aux_layer_ids)
+    spec = planned.spec
+    _same_verifier(config, facts, prepared, spec)
+    if source is not None:
+        check_layers(source, str(config.from_pretrained), spec.aux_layer_ids)
+    rows = _rows(config, facts, prepared, planned.reader)
     tokenizer = load_tokenizer(config.verifier_name_or_path, config.trust_remote_code)
-    mask = resolve_mask_token(tokenizer, facts.vocab_size, config.mask_token_id, rows.seen_ids)
-    vocab = choose_vocab(prepared, tokenizer, facts.eos_token_ids, config.draft_vocab_size)
-    drafter = config_for(
-        facts,
-        config.speculator_type,
-        config.draft_arch,
-        config.num_layers,
-        config.intermediate_size,
-        config.num_depths,
-        store.spec.aux_layer_ids,
-        None if vocab.is_full else vocab.size,
-        mask.id,
-        config.norm_before_residual,
-        config.norm_before_fc,
-    )
+    mask = _mask_token(config, facts, tokenizer, rows)
+    if source is not None and config.draft_vocab_size is not None:
+        vocab = vocab_of_ids(pretrained_draft_ids(str(config.from_pretrained)), facts.vocab_size)
+    else:
+        vocab = choose_vocab(prepared, tokenizer, facts.eos_token_ids, config.draft_vocab_size)
+    drafter = _shape(config, facts, spec, source, None if vocab.is_full else vocab.size, mask.id)
     train_ids, held_out_ids = split(first_by_hash(list(rows.extents), config.max_samples), config.train_data_ratio)
     warnings = [mask.warning] if mask.warning else []
     if not vocab.is_full:
@@ -146,14 +146,65 @@ def decide(config: TrainConfig) -> Decision:
         {
             "rows_sha256": str(prepared.summary.get("rows_sha256", "")),
             "tokenizer_sha256": str(prepared.summary.get("tokenizer_sha256", "")),
-            "verifier_fingerprint": store.spec.verifier_fingerprint,
+            "verifier_fingerprint": spec.verifier_fingerprint,
         },
+        asdict(spec),
     )
 
 
-def _same_verifier(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, store: StoreReader) -> None:
+@dataclass(frozen=True)
+class _Mask:
+    id: int | None
+    how: str
+    warning: str | None
+
+
+def _mask_token(config: TrainConfig, facts: VerifierFacts, tokenizer: Any, rows: _Rows) -> _Mask:
+    if config.speculator_type == "eagle3":
+        return _Mask(None, "none: EAGLE-3", None)
+    found = resolve_mask_token(tokenizer, facts.vocab_size, config.mask_token_id, rows.seen_ids)
+    return _Mask(found.id, found.how, found.warning)
+
+
+def _shape(
+    config: TrainConfig,
+    facts: VerifierFacts,
+    spec: StoreSpec,
+    source: DrafterConfig | None,
+    draft_vocab_size: int | None,
+    mask_token_id: int | None,
+) -> DrafterConfig:
+    """The drafter's config: made for the verifier, or taken over from the checkpoint that training starts from."""
+    if source is not None:
+        return config_from(
+            source,
+            config.speculator_type,
+            config.num_layers,
+            config.num_depths,
+            mask_token_id,
+            config.norm_output,
+            facts.name_or_path,
+            tuple(facts.architectures),
+        )
+    made = config_for(
+        facts,
+        config.speculator_type,
+        config.draft_arch,
+        config.num_layers,
+        config.intermediate_size,
+        config.num_depths,
+        spec.aux_layer_ids,
+        draft_vocab_size,
+        mask_token_id,
+        config.norm_before_residual,
+        config.norm_before_fc,
+    )
+    return DrafterConfig.build({**made.model_dump(), "norm_output": config.norm_output})
+
+
+def _same_verifier(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, spec: StoreSpec) -> None:
     """Refuse rows or states that were made for another verifier, or with other layers."""
-    spec, where = store.spec, store.folder
+    where = hidden_states_path(config)
     if config.target_layer_ids is not None:
         wanted = resolve_aux_layer_ids(facts.num_layers, config.target_layer_ids)
         if wanted != spec.aux_layer_ids:
@@ -186,8 +237,8 @@ class _Rows:
     seen_ids: set[int]
 
 
-def _rows(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, store: StoreReader) -> _Rows:
-    """The rows that can be trained on: prepared, stored as prepared, and supervised somewhere."""
+def _rows(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, store: StoreReader | None) -> _Rows:
+    """The rows that can be trained on: prepared, stored as prepared (or to be made), and supervised somewhere."""
     extents: dict[str, Extent] = {}
     missing: list[str] = []
     num_silent = 0
@@ -206,19 +257,22 @@ def _rows(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, store: 
             found = extent(row)
             if not found.num_supervised:
                 num_silent += 1
-            elif row.row_id not in store:
-                missing.append(row.row_id)
-            else:
+            elif store is not None and row.row_id in store:
                 _same_row(row, store)
                 extents[row.row_id] = found
+            elif config.asks_verifier:
+                extents[row.row_id] = found
+            else:
+                missing.append(row.row_id)
     if not extents and not missing:
         raise TrainingError(
             f"{config.data_path}: 0 of {len(prepared)} rows have a supervised token; look at them with `peagle inspect`"
         )
     if missing and (config.on_missing == "raise" or not extents):
         raise StoreError(
-            f"{store.folder}: no hidden states of {len(missing)} of {len(prepared)} prepared rows (the first is "
-            f"{missing[0]}). Run `peagle extract` to its end, or train on the others with --on-missing skip."
+            f"{hidden_states_path(config)}: no hidden states of {len(missing)} of {len(prepared)} prepared rows (the "
+            f"first is {missing[0]}). Run `peagle extract` to its end, train on the others with --on-missing skip, or "
+            "ask the verifier for them with --on-missing generate."
         )
     dropped = {"no hidden states in the store": len(missing), "nothing supervised": num_silent}
     return _Rows(extents, {why: count for why, count in dropped.items() if count}, set(seen.nonzero()[:, 0].tolist()))

@@ -12,18 +12,20 @@ import torch
 
 from peagle import log
 from peagle.drafter import Drafter
+from peagle.drafter import load as load_drafter
 from peagle.drafter.checkpoint import DTYPES
+from peagle.drafter.warm_start import warm_start
 from peagle.errors import ConfigError, DiskError
 from peagle.files import free_bytes
-from peagle.states.store import StoreReader
 from peagle.train.config import TrainConfig
-from peagle.train.decide import Decision, decide, hidden_states_path, need_save_path
+from peagle.train.decide import Decision, decide, need_save_path
 from peagle.train.distributed import COLLECTIVE_TIMEOUT_S, World, start, stop
 from peagle.train.initialise import initialise
+from peagle.train.kinds import settle
 from peagle.train.loop import FitResult, fit
 from peagle.train.masters import HEAD, choose_trained
+from peagle.train.open_rows import OpenRows, open_rows
 from peagle.train.resume import LAST, Keeper, discover, remove_all
-from peagle.train.rows import StoreRows
 from peagle.train.trackers import Trackers, open_trackers
 from peagle.verifier.facts import load_facts
 from peagle.verifier.weights import VerifierHead, load_embedding, load_head
@@ -43,6 +45,7 @@ def train(config: TrainConfig) -> FitResult:
         PeagleError: what does not fit, before any weights are loaded; a full disk; gradients that stay not finite.
     """
     began_s = time.monotonic()
+    config = settle(config)
     need_save_path(config)
     world = start(config.device, COLLECTIVE_TIMEOUT_S)
     try:
@@ -51,19 +54,23 @@ def train(config: TrainConfig) -> FitResult:
             logger.warning("%s", warning)
         trackers = _trackers(config, world)
         world.from_main("save_path", lambda: _prepare_save_path(config))
-        drafter, head, rows, held_out = _load(config, decision, world)
-        world.from_main("disk", lambda: _check_disk(config, decision, drafter))
-        facts = {
-            "num_rows": len(decision.train),
-            "num_supervised_tokens": sum(values[1] for values in decision.train.values()),
-        }
-        keeper = Keeper(
-            config.save_path, decision.save_dtype, config.keep_last, decision.fingerprint(config), facts, world
-        )
-        _greet(config, decision, drafter, world)
-        result = fit(drafter, head, rows, held_out, config, world, keeper, config.save_path / "metrics.jsonl", trackers)
+        drafter, head, rows = _load(config, decision, world)
+        try:
+            world.from_main("disk", lambda: _check_disk(config, decision, drafter))
+            facts = {
+                "num_rows": len(decision.train),
+                "num_supervised_tokens": sum(values[1] for values in decision.train.values()),
+            }
+            keeper = Keeper(
+                config.save_path, decision.save_dtype, config.keep_last, decision.fingerprint(config), facts, world
+            )
+            _greet(config, decision, drafter, world)
+            metrics_path = config.save_path / "metrics.jsonl"
+            result = fit(drafter, head, rows.train, rows.held_out, config, world, keeper, metrics_path, trackers)
+        finally:
+            rows.close()
         if world.is_main:
-            _record(config, decision, world, result, facts, time.monotonic() - began_s)
+            _record(config, decision, world, result, rows.refused, facts, time.monotonic() - began_s)
         if trackers is not None:
             trackers.close()
         return result
@@ -71,23 +78,36 @@ def train(config: TrainConfig) -> FitResult:
         stop()
 
 
-def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafter, VerifierHead, StoreRows, StoreRows]:
+def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafter, VerifierHead, OpenRows]:
     """The drafter before its first step, the verifier's head, and the two sets of rows. Each rank reads its own."""
     found: list[Any] = []
 
     def load() -> None:
-        store = StoreReader.open(hidden_states_path(config))
-        facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
-        rows = StoreRows(store, decision.extents(decision.train))
-        held_out = StoreRows(store, decision.extents(decision.held_out))
-        head, embedding = load_head(facts), load_embedding(facts)
-        draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
-        drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, rows, config.seed)
-        found.extend([drafter, head, rows, held_out])
+        extents = decision.extents(decision.train), decision.extents(decision.held_out)
+        rows = open_rows(config, decision.store_spec(), *extents, world)
+        try:
+            facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
+            head, embedding = load_head(facts), load_embedding(facts)
+            draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
+            drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, rows.train, config.seed)
+            if config.from_pretrained is not None:
+                source = load_drafter(config.from_pretrained, torch.float32, torch.device("cpu"))
+                began = warm_start(drafter, source, config.from_pretrained)
+                logger.info(
+                    "started from %s: %d tensors taken; new: %s%s",
+                    config.from_pretrained,
+                    len(began.taken),
+                    "; ".join(began.new) or "nothing",
+                    f"; left behind: {', '.join(began.left)}" if began.left else "",
+                )
+        except BaseException:
+            rows.close()
+            raise
+        found.extend([drafter, head, rows])
 
     world.together("load", load)
-    drafter, head, rows, held_out = found
-    return drafter, head, rows, held_out
+    drafter, head, rows = found
+    return drafter, head, rows
 
 
 def _trackers(config: TrainConfig, world: World) -> Trackers | None:
@@ -154,22 +174,24 @@ def _check_disk(config: TrainConfig, decision: Decision, drafter: Drafter) -> No
 def _greet(config: TrainConfig, decision: Decision, drafter: Drafter, world: World) -> None:
     shape = drafter.config
     millions = sum(p.numel() for p in drafter.parameters()) / 1e6
+    is_chain = shape.speculators_model_type == "eagle3"
     logger.info(
-        "drafter: %d %s layers, hidden %d, %.1f M parameters, draft vocabulary %d, layers %s of the verifier, "
-        "mask token %d (%s)",
+        "drafter: %s, %d %s layer%s, hidden %d, %.1f M parameters, draft vocabulary %d, layers %s of the verifier, %s",
+        "EAGLE-3" if is_chain else "P-EAGLE",
         shape.num_layers,
         shape.layer_type,
+        "" if shape.num_layers == 1 else "s",
         shape.hidden_size,
         millions,
         shape.draft_vocab_size,
         list(shape.aux_layer_ids),
-        shape.mask_token_id,
-        decision.mask_token_how,
+        f"{config.ttt_steps} steps" if is_chain else f"mask token {shape.mask_token_id} ({decision.mask_token_how})",
     )
     logger.info(
-        "rows: %d to train on, %d to validate; %d rank%s on %s",
+        "rows: %d to train on, %d to validate, hidden states %s; %d rank%s on %s",
         len(decision.train),
         len(decision.held_out),
+        config.hidden_states,
         world.size,
         "" if world.size == 1 else "s",
         world.device.type,
@@ -177,7 +199,13 @@ def _greet(config: TrainConfig, decision: Decision, drafter: Drafter, world: Wor
 
 
 def _record(
-    config: TrainConfig, decision: Decision, world: World, result: FitResult, facts: dict[str, int], seconds: float
+    config: TrainConfig,
+    decision: Decision,
+    world: World,
+    result: FitResult,
+    refused: dict[str, str],
+    facts: dict[str, int],
+    seconds: float,
 ) -> None:
     """`run.yaml`, `manifest.json`, and the last line."""
     progress = result.progress
@@ -188,6 +216,8 @@ def _record(
     dropped = {**decision.dropped}
     if config.max_samples is not None:
         dropped["over --max-samples"] = decision.num_prepared - used - sum(decision.dropped.values())
+    if refused:
+        dropped["refused by the verifier"] = len(refused)
     log.write_run(
         config.save_path,
         "train",
@@ -199,6 +229,7 @@ def _record(
             "rows_trained": len(decision.train),
             "rows_validated": len(decision.held_out),
             "rows_dropped": dropped,
+            "rows_refused": refused,
             **facts,
             "mask_token": {"id": decision.drafter["mask_token_id"], "how": decision.mask_token_how},
             "warnings": decision.warnings,

@@ -123,6 +123,18 @@ class EndpointSource:
             self._watch(result)
             yield result
 
+    def fetch(self, row: TokenRow) -> RowStates | RowRefused:
+        """One row, from any thread: for callers that keep their own requests under way (online training).
+
+        Raises:
+            EndpointError: the servers are gone for too long, or the fault is plainly not in single rows.
+        """
+        if len(row.input_ids) > self.max_tokens:
+            return RowRefused(row.row_id, "longer than the servers take", f"{len(row.input_ids)} > {self.max_tokens}")
+        result = self._row(row, False)
+        self._watch(result)
+        return result
+
     def close(self) -> None:
         """Drop connections, remove this store's files."""
         self._pool.close()

@@ -1,0 +1,98 @@
+"""Claims about what EAGLE-3, and a checkpoint to start from, decide about a run's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peagle.drafter import Drafter, DrafterConfig, save
+from peagle.errors import CheckpointError, ConfigError
+from peagle.train.config import TrainConfig
+from peagle.train.kinds import settle
+from tests.train.problem import drafter_config
+
+
+def config(**values) -> TrainConfig:
+    plain = {"verifier_name_or_path": "verifier", "data_path": "data", "save_path": "out"}
+    return TrainConfig.build({**plain, **values})
+
+
+def checkpoint(folder: Path, **changes) -> DrafterConfig:
+    shape = DrafterConfig.build({**drafter_config().model_dump(), **changes})
+    save(Drafter(shape), folder, "float32")
+    return shape
+
+
+EAGLE3 = {"speculators_model_type": "eagle3", "mask_token_id": None}
+
+
+def test_eagle3_speaks_of_steps_and_trains_whole_chains_with_a_frozen_embedding():
+    found = settle(config(speculator_type="eagle3", ttt_steps=5, ttt_step_loss_decay=0.9))
+    assert (found.num_depths, found.depth_loss_decay) == (5, 0.9)
+    assert (found.down_sample_ratio, found.down_sample_ratio_min) == (1.0, 1.0)
+    assert found.train_embeddings == "none"
+    assert settle(config(speculator_type="eagle3", train_embeddings="all")).train_embeddings == "all"
+
+
+@pytest.mark.parametrize("kind", ["peagle", "eagle3"])
+def test_settled_settings_settle_to_themselves(kind):
+    """`run.yaml` holds every value, so a run repeated from it must not be refused."""
+    once = settle(config(speculator_type=kind))
+    assert settle(TrainConfig.build(once.model_dump())) == once
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculator_type": "eagle3", "num_depths": 8}, "say --ttt-steps"),
+        ({"speculator_type": "eagle3", "depth_loss_decay": 0.5}, "say --ttt-step-loss-decay"),
+        ({"speculator_type": "eagle3", "down_sample_ratio": 0.7}, "--down-sample-ratio is for P-EAGLE"),
+        ({"speculator_type": "eagle3", "mask_token_id": 3}, "EAGLE-3 has no mask token"),
+        ({"speculator_type": "eagle3", "train_embeddings": "mask-token"}, "say all or none"),
+        ({"ttt_steps": 5}, "--ttt-steps is for --speculator-type eagle3"),
+        ({"norm_output": True}, "--norm-output is for --speculator-type eagle3"),
+    ],
+)
+def test_a_flag_of_the_other_kind_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        settle(config(**values))
+
+
+def test_a_checkpoint_brings_its_shape_along(tmp_path):
+    checkpoint(tmp_path / "old", num_layers=1, norm_before_residual=True, intermediate_size=40, **EAGLE3)
+    found = settle(config(from_pretrained=str(tmp_path / "old")))
+    assert (found.num_layers, found.norm_before_residual, found.intermediate_size) == (1, True, 40)
+    assert (found.draft_arch, found.draft_vocab_size, found.mask_token_id) == ("qwen3", None, None)
+    assert settle(config(from_pretrained=str(tmp_path / "old"), num_layers=3)).num_layers == 3
+
+
+def test_a_peagle_checkpoint_brings_its_mask_token_and_an_eagle3_one_its_norm_output(tmp_path):
+    checkpoint(tmp_path / "parallel", mask_token_id=7)
+    assert settle(config(from_pretrained=str(tmp_path / "parallel"))).mask_token_id == 7
+    checkpoint(tmp_path / "chain", norm_output=True, **EAGLE3)
+    assert settle(config(speculator_type="eagle3", from_pretrained=str(tmp_path / "chain"))).norm_output
+    assert not settle(config(from_pretrained=str(tmp_path / "chain"))).norm_output
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_layers": 1}, "--num-layers 1: .* has 2; leave the flag away"),
+        ({"draft_arch": "llama"}, "--draft-arch llama: .* has qwen3"),
+        ({"norm_before_residual": True}, "--norm-before-residual True: .* has False"),
+        ({"draft_vocab_size": 20}, "--draft-vocab-size 20: .* has 32 tokens"),
+        ({"mask_token_id": 3}, "--mask-token-id 3: .* was trained with 31"),
+    ],
+)
+def test_a_flag_that_differs_from_the_checkpoint_is_refused(tmp_path, values, message):
+    checkpoint(tmp_path / "old")
+    with pytest.raises(ConfigError, match=message):
+        settle(config(from_pretrained=str(tmp_path / "old"), **values))
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    torch.manual_seed(0)
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        settle(config(from_pretrained=str(tmp_path)))
