@@ -161,7 +161,7 @@ def stages(recipe: Recipe) -> list[Stage]:
         except ConfigError as error:
             raise ConfigError(f"recipe `{recipe.name}`, stage `{name}`: {error}") from None
         plain = config.model_dump(mode="json", exclude_defaults=True)
-        inputs = [str(embedded.resolve(item)) for key in reads for item in _as_list(settings.get(key))]
+        inputs = [_unlabelled(str(embedded.resolve(item))) for key in reads for item in _as_list(settings.get(key))]
         place = Path(settings.get("output", output))
         found.append(Stage(name, plain, tuple(dict.fromkeys(inputs)), place, uses_server, recipe.output))
     return found
@@ -229,6 +229,12 @@ def _apply(values: dict[str, Any], change: str) -> None:
         if not isinstance(target, dict):
             raise ConfigError(f"--set {change}: `{parent}` has no keys of its own")
     target[last] = yaml.safe_load(text)
+
+
+def _unlabelled(name: str) -> str:
+    """`LABEL=file.jsonl` without its label; anything else as it is."""
+    file = name.partition("=")[2]
+    return file if file and Path(file).exists() else name
 
 
 def _as_list(value: Any) -> list[Any]:

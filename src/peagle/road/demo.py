@@ -1,0 +1,238 @@
+"""`peagle demo`: the whole road on the embedded verifier, measured and proved, on a laptop's CPU.
+
+The same functions as the commands, one after the other. Only the verifier and the questions are shipped: the drafter
+starts from nothing, and is measured on questions that neither of the two was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.console import Console
+
+from peagle import embedded, log
+from peagle.config import StageConfig
+from peagle.errors import PeagleError
+
+logger = logging.getLogger(__name__)
+
+NUM_DEPTHS = 4
+ANSWER_LIMIT = 200
+
+
+class DemoConfig(StageConfig):
+    """Settings of `peagle demo`."""
+
+    output: Path = Path("demo-output")
+    """Folder of everything that is made; an earlier demo there is replaced."""
+    questions: int = Field(512, ge=8, le=1000)
+    """Train questions that the verifier answers; more make a better drafter and a longer demo."""
+    test_questions: int = Field(40, ge=1, le=100)
+    """Held-out questions for the measurement."""
+    steps: int = Field(400, ge=1)
+    """Optimizer steps."""
+    seed: int = Field(0, ge=0)
+    """Seed of the training."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the demo puts things."""
+
+    root: Path
+
+    @property
+    def answers(self) -> Path:
+        """The verifier's answers to the train questions."""
+        return self.root / "answers.jsonl"
+
+    @property
+    def prepared(self) -> Path:
+        """Their token rows."""
+        return self.root / "prepared"
+
+    @property
+    def states(self) -> Path:
+        """Their hidden states."""
+        return self.root / "hidden_states"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The drafter."""
+        return self.root / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        """The page about it."""
+        return self.root / "report"
+
+
+def demo(config: DemoConfig) -> int:
+    """Walk the road.
+
+    Returns:
+        0, or 1 if an answer differed from the verifier's own or replay counted otherwise than decoding.
+    """
+    out = Console(stderr=True, highlight=False)
+    began_s = time.monotonic()
+    at = Places(config.output)
+    clear(at.root)
+    stages: list[tuple[str, str, Callable[[], Any]]] = [
+        ("regenerate", f"the verifier answers {config.questions} questions itself", lambda: _regenerate(config, at)),
+        ("prepare", "its answers become token rows with a loss mask", lambda: _prepare(at)),
+        ("extract", "its hidden states on them are stored", lambda: _extract(at)),
+        ("train", f"a drafter learns, from nothing, to draft {NUM_DEPTHS} tokens at once", lambda: _train(config, at)),
+        ("evaluate", f"it is measured on {config.test_questions} questions new to both", lambda: _evaluate(config, at)),
+        ("report", "everything on one page", lambda: _report(at)),
+    ]
+    for number, (name, about, run) in enumerate(stages, start=1):
+        out.print(f"[bold][{number}/{len(stages)}] {name}[/bold]: {about}")
+        stage_began_s = time.monotonic()
+        run()
+        out.print(f"      [dim]{log.duration(time.monotonic() - stage_began_s)}[/dim]")
+    figures = json.loads((at.root / "evaluation.json").read_text(encoding="utf-8"))
+    show(figures, at, time.monotonic() - began_s, Console(highlight=False))
+    return verdict(figures)
+
+
+def clear(root: Path) -> None:
+    """Remove what an earlier demo left, and nothing else.
+
+    Raises:
+        PeagleError: the folder holds something that no demo made.
+    """
+    if root.is_dir() and any(root.iterdir()) and not (root / "demo.json").is_file():
+        raise PeagleError(f"{root}: not empty, and no earlier demo made it; give another --output")
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    (root / "demo.json").write_text('{"made_by": "peagle demo"}\n', encoding="utf-8")
+
+
+def _regenerate(config: DemoConfig, at: Places) -> None:
+    from peagle.verifier.regenerate import regenerate
+    from peagle.verifier.regenerate_config import RegenerateConfig
+
+    regenerate(
+        RegenerateConfig.build(
+            {
+                "model": embedded.VERIFIER,
+                "data": ["gsm8k=embedded:train"],
+                "output": at.answers,
+                "max_samples": config.questions,
+                "max_new_tokens": ANSWER_LIMIT,
+                "batch_size": 64,
+                "dtype": "float32",
+            }
+        )
+    )
+
+
+def _prepare(at: Places) -> None:
+    from peagle.data.config import PrepareConfig
+    from peagle.data.prepare import prepare
+
+    settings = {"model": str(embedded.VERIFIER), "data": [str(at.answers)], "output": at.prepared, "seq_length": 1024}
+    prepare(PrepareConfig.build(settings))
+
+
+def _extract(at: Places) -> None:
+    from peagle.states.config import ExtractConfig
+    from peagle.states.extract import extract
+
+    settings = {"preprocessed_data": at.prepared, "output": at.states, "dtype": "float32", "validate_outputs": True}
+    extract(ExtractConfig.build(settings))
+
+
+def _train(config: DemoConfig, at: Places) -> None:
+    from peagle.train import TrainConfig, train
+
+    train(
+        TrainConfig.build(
+            {
+                "verifier_name_or_path": str(embedded.VERIFIER),
+                "data_path": at.prepared,
+                "hidden_states_path": at.states,
+                "save_path": at.checkpoints,
+                "num_layers": 2,
+                "num_depths": NUM_DEPTHS,
+                "total_seq_len": 1024,
+                "batch_size": 1,
+                "epochs": 100,
+                "max_steps": config.steps,
+                "checkpoint_freq": 100,
+                "train_data_ratio": 0.95,
+                "save_dtype": "float32",
+                "seed": config.seed,
+            }
+        )
+    )
+
+
+def _evaluate(config: DemoConfig, at: Places) -> None:
+    from peagle.evaluate.config import EvaluateConfig
+    from peagle.evaluate.run import evaluate
+
+    evaluate(
+        EvaluateConfig.build(
+            {
+                "checkpoint": str(at.checkpoints / "checkpoint_best"),
+                "mode": "both",
+                "data": ["gsm8k=embedded:test"],
+                "output": at.root,
+                "num_speculative_tokens": NUM_DEPTHS,
+                "max_samples": config.test_questions,
+                "max_new_tokens": ANSWER_LIMIT,
+                "compare_samples": config.test_questions,
+                "dtype": "float32",
+            }
+        )
+    )
+
+
+def _report(at: Places) -> None:
+    from peagle.evaluate.report import ReportConfig, report
+
+    report(ReportConfig.build({"folders": [str(at.root)], "output": at.report, "title": "The demo's drafter"}))
+
+
+def verdict(figures: dict[str, Any]) -> int:
+    """0 if every answer was the verifier's own and both ways of counting agree, else 1."""
+    lossless, replay = figures.get("lossless") or {}, figures.get("replay") or {}
+    return int(not (lossless.get("identical") and replay.get("equal", True)))
+
+
+def show(figures: dict[str, Any], at: Places, seconds: float, out: Console) -> None:
+    """The end of the demo: what was proved, how fast it is, where the files are. The table stands above."""
+    pooled, speed = figures["pooled"], figures.get("speed") or {}
+    lossless, replay = figures.get("lossless") or {}, figures.get("replay") or {}
+    out.print()
+    length = pooled.get("acceptance_length")
+    if length is not None:
+        out.print(f"[bold]{length:.2f} tokens per verifier pass[/bold], where plain decoding writes 1.")
+    ours, plain = speed.get("tokens_per_s"), speed.get("plain_tokens_per_s")
+    if ours and plain:
+        out.print(f"[bold]{ours / plain:.2f} times as fast[/bold]: {ours:.0f} tokens/s, plain decoding {plain:.0f}.")
+    checked = lossless.get("checked", 0)
+    same = lossless.get("identical")
+    text = f"all {checked}" if same else f"NOT all {checked}"
+    out.print(f"[bold]Lossless[/bold]: {text} answers are identical, token by token, to the verifier's own.")
+    if "equal" in replay:
+        agree = "counts the same" if replay["equal"] else "DOES NOT COUNT THE SAME"
+        out.print(f"[bold]Replay[/bold], which decodes nothing, {agree}.")
+    out.print()
+    for path, about in (
+        (at.report / "report.html", "all of it on one page"),
+        (at.root / "evaluation.json", "the figures"),
+        (at.checkpoints / "checkpoint_best", "the drafter; `peagle serve` takes it where vLLM is installed"),
+        (at.answers, "the verifier's answers that it learned from"),
+    ):
+        out.print(f"  {path}  [dim]{about}[/dim]", soft_wrap=True)
+    out.print(f"\nThe whole road took {log.duration(seconds)}.")
