@@ -103,7 +103,8 @@ def count_rows(recipe: Recipe) -> Rows | None:
         summary = json.loads(prepared.read_text(encoding="utf-8"))
         return Rows(int(summary["rows"]), int(summary["tokens"]), int(summary["supervised_tokens"]), True)
     settings = recipe.prepare or {}
-    num_rows = settings.get("max_samples") or (recipe.extract or {}).get("max_samples")
+    limits = [(section or {}).get("max_samples") for section in (recipe.regenerate, settings, recipe.extract)]
+    num_rows = min((int(limit) for limit in limits if limit), default=0)
     if not num_rows:
         return None
     tokens = int(num_rows * float(settings.get("seq_length", 8192)) * ASSUMED_FILL)

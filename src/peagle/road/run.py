@@ -169,7 +169,7 @@ def plan_step(
     """
     pending = [s.name for s in earlier if actions.get(s.name, "skip") != "skip" and _reads(stage, s)]
     if pending:
-        return Step(stage, None, "run", f"after {', '.join(pending)}, whose result it reads")
+        return Step(stage, None, "run", "after " + ("all of them" if stage.name == "report" else " and ".join(pending)))
     inputs = {}
     for name in stage.inputs:
         digest = prints.of(Path(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -32,7 +33,8 @@ def table(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], rows
         is_idle = step.action == "skip"
         costs = ("", "", "") if is_idle else (size(one.disk_bytes), size(one.memory_bytes), spell(one.seconds))
         style = "dim" if is_idle else ""
-        shown.add_row(step.stage.name, step.action, step.why, str(step.stage.output), *costs, style=style)
+        makes = _below(step.stage.output, recipe.output)
+        shown.add_row(step.stage.name, step.action, step.why, makes, *costs, style=style)
     shown.caption = caption(recipe, steps, found, rows)
     shown.caption_justify = "left"
     return shown
@@ -80,6 +82,11 @@ def as_json(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], ro
             for step, one in zip(steps, found)
         ],
     }
+
+
+def _below(path: Path, root: Path) -> str:
+    """A path as seen from the run's folder, if it lies in it."""
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 def size(value: float | None) -> str:

@@ -1,0 +1,92 @@
+"""The arithmetic of plans, against figures that were worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from peagle.road import show_plan
+from peagle.road.estimate import (
+    Rows,
+    count_rows,
+    drafter_parameters,
+    estimate,
+    slots_per_supervised,
+    store_bytes,
+    training_bytes,
+    training_work,
+)
+from peagle.road.recipe import find, read, stages
+from peagle.road.run import plan
+
+RECIPE = read(find("qwen3-8b"), None, ())
+SIZES = RECIPE.sizes
+
+
+def test_a_qwen3_8b_drafter_has_the_parameters_that_the_docs_say():
+    assert drafter_parameters(SIZES, 4, 151936) == (796_917_760, 672_661_504, 622_329_856)
+
+
+def test_its_training_takes_what_the_scaling_guide_says():
+    assert training_bytes(SIZES, 4, 151936, "muon", 8192) / 1e9 == pytest.approx(33, abs=0.6)
+    assert training_bytes(SIZES, 4, 151936, "muon", 65536) / 1e9 == pytest.approx(73, abs=0.6)
+
+
+def test_states_of_six_million_tokens_take_177_gb():
+    rows = Rows(5000, 6_000_000, 3_600_000, True)
+    assert store_bytes(rows, 4096, 2) / 1e9 == pytest.approx(177, abs=0.5)
+
+
+def test_slots_and_work_follow_the_ratios_down_to_the_floor():
+    assert slots_per_supervised(4, 0.7, 0.2) == pytest.approx(2.533)
+    assert slots_per_supervised(8, 0.5, 0.2) == pytest.approx(1 + 0.5 + 0.25 + 5 * 0.2)
+    work = training_work(Rows(1, 1000, 600, True), SIZES, {"num_layers": 4, "num_depths": 4})
+    assert work / 1000 == pytest.approx(6.85e9, rel=0.01)
+
+
+def test_rows_are_assumed_until_they_are_counted(tmp_path):
+    recipe = read(find("qwen3-8b"), tmp_path, ())
+    assumed = count_rows(recipe)
+    assert (assumed.num_rows, assumed.is_counted) == (5000, False)
+    (tmp_path / "prepared").mkdir()
+    summary = {"rows": 4900, "tokens": 6_000_000, "supervised_tokens": 3_600_000}
+    (tmp_path / "prepared" / "summary.json").write_text(json.dumps(summary))
+    assert count_rows(recipe) == Rows(4900, 6_000_000, 3_600_000, True)
+
+
+def test_a_plan_says_disk_memory_and_time_or_leaves_them_open(tmp_path, capsys):
+    recipe = read(find("qwen3-8b"), tmp_path, ())
+    steps = plan(recipe, None)
+    found, rows = show_plan.estimates(recipe, steps)
+    by_name = dict(zip([step.stage.name for step in steps], found))
+    assert by_name["extract"].disk_bytes > 1e11
+    assert by_name["train"].memory_bytes > 25e9
+    assert by_name["train"].seconds > 0
+    shown = show_plan.as_json(recipe, steps, found, rows)
+    assert [stage["stage"] for stage in shown["stages"]] == [step.stage.name for step in steps]
+    json.dumps(shown)
+    unknown = estimate(stages(recipe)[1], recipe, None, None, None)
+    assert (unknown.disk_bytes, unknown.memory_bytes, unknown.seconds) == (None, None, None)
+
+
+def test_sizes_and_times_are_told_as_people_read_them():
+    told = [show_plan.size(x) for x in (None, 1500.0, 2.5e6, 1.77e11, 3e12)]
+    assert told == ["?", "2 kB", "2.5 MB", "177.0 GB", "3.0 TB"]
+        "?",
+        "2 kB",
+        "2.5 MB",
+        "177.0 GB",
+        "3.0 TB",
+    ]
+    assert show_plan.spell(None) == ""
+    assert show_plan.spell(90.0) == "1m30s"
+    assert show_plan.spell(3 * 86400.0) == "3.0 days"
+
+
+def test_a_disk_that_is_too_small_is_said_in_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr(show_plan, "free_bytes", lambda path: 10)
+    recipe = read(find("qwen3-8b"), tmp_path, ())
+    steps = plan(recipe, None)
+    found, rows = show_plan.estimates(recipe, steps)
+    assert "TOO SMALL" in show_plan.caption(recipe, steps, found, rows)
