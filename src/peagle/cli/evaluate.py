@@ -8,7 +8,7 @@ CONFIG = EvaluateConfig
 
 
 def run(config: EvaluateConfig) -> int:
-    """Measure a drafter: acceptance by position, tokens per second beside plain decoding, and that answers are unchanged.
+    """Measure a drafter: acceptance by position, speed beside plain decoding, and that answers are unchanged.
 
     Counts as vLLM does. With `--endpoint` the counters of a running vLLM are read instead of decoding here.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,16 @@ class Answer:
     """"stop" (an end-of-sequence token) or "length"."""
     passes: list[Pass]
     """Passes with a draft, in order; the prefill is none."""
+
+
+@dataclass
+class Laps:
+    """Time spent on each part of the steps, filled by `Engine.generate`; measuring makes a GPU wait at every part."""
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    """Verifier pass, acceptance and cache work."""
+    num_steps: int = 0
 
 
 @dataclass
@@ -112,13 +123,17 @@ class Engine:
         self._vocab_size = config.vocab_size
 
     def generate(
-        self, requests: Sequence[Request], on_answer: Callable[[int, Answer], None] | None = None
+        self,
+        requests: Sequence[Request],
+        on_answer: Callable[[int, Answer], None] | None = None,
+        laps: Laps | None = None,
     ) -> list[Answer]:
         """Decode all prompts.
 
         Args:
             requests: prompts of at least one token, limits of at least one.
             on_answer: told each answer as it is finished, with the request's index.
+            laps: where to add the time of each part; None measures nothing.
 
         Returns:
             Answers in the order of the requests.
@@ -126,16 +141,20 @@ class Engine:
         if not requests:
             return []
         with torch.inference_mode():
-            return _Run(self, requests, on_answer).answers()
+            return _Run(self, requests, on_answer, laps).answers()
 
 
 class _Run:
     """One call of `generate`: the caches, and the rows in them. Rows 0 .. len(rows) - 1 of the caches are in use."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[Request], on_answer: Callable[[int, Answer], None] | None
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        on_answer: Callable[[int, Answer], None] | None,
+        laps: Laps | None,
     ) -> None:
-        self.engine, self.on_answer = engine, on_answer
+        self.engine, self.on_answer, self.laps = engine, on_answer, laps
         self.depth, self.sampling, self.device = engine.depth, engine.sampling, engine._device
         num_rows = min(engine.batch_size, len(requests))
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
@@ -193,10 +212,13 @@ class _Run:
 
     def _step(self) -> None:
         """Verify every row's draft in one pass, keep what is accepted, draft again for the rows that go on."""
-        rows, depth = self.rows, self.depth
+        rows, depth, began_s = self.rows, self.depth, self._now_s()
         starts = [row.num_known - 1 for row in rows]
         logits, aux = self.verifier.run(self.pending, self.verifier.ruler.span(0, starts, depth + 1), depth + 1)
         chosen, chosen_ids, drafted, accepted = self._judge(logits)
+        if self.laps is not None:
+            self.laps.verify_s += self._now_s() - began_s
+            self.laps.num_steps += 1
         going = []
         for place, row in enumerate(rows):
             if depth:
@@ -221,9 +243,19 @@ class _Run:
         if self.drafting is None or aux is None:
             self.pending = last
             return
+        began_s = self._now_s()
         uniforms = self._uniforms(self.rows, depth)
         draft = self.drafting.propose(0, chosen[:, :longest], aux[:, :longest], starts, counts, uniforms)
         self.pending, self.probs = torch.cat([last, draft.ids], 1), draft.probs
+        if self.laps is not None:
+            self.laps.draft_s += self._now_s() - began_s
+
+    def _now_s(self) -> float:
+        if self.laps is None:
+            return 0.0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _judge(self, logits: Tensor) -> tuple[Tensor, list[list[int]], list[list[int]], list[int]]:
         """Apply the acceptance rule; one transfer to the host.

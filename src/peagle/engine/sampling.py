@@ -11,9 +11,9 @@ from peagle.config import StageConfig
 class Sampling(StageConfig):
     """How tokens are chosen."""
 
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0)
     """0 decodes greedily."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Keep the most likely tokens that together reach this probability."""
     seed: int = 0
     """Seed of the random draws; each prompt has its own stream, so that batching does not change an answer."""

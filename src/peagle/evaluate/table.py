@@ -133,7 +133,7 @@ def verdict(pooled: Counts, num_training_rows: int | None) -> str | None:
         trained = "" if num_training_rows is None else f" The drafter was trained on {num_training_rows} rows."
         return (
             f"{_whole(pooled.num_accepted)}/{_whole(pooled.num_draft_tokens)} drafted tokens were accepted.{trained} "
-            "A drafter needs thousands of its verifier's own answers: check how many it had, and that they were its own."
+            "A drafter needs thousands of its verifier's own answers: check how many it had, and whose they were."
         )
     return None
 

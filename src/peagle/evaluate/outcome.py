@@ -1,0 +1,158 @@
+"""What an evaluation says: evaluation.json, Markdown, and the lines on the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from peagle import log
+from peagle.evaluate import table
+from peagle.evaluate.contest import Difference
+from peagle.evaluate.counts import DatasetCounts, pool
+from peagle.evaluate.decoding import Decoded
+from peagle.evaluate.replaying import Agreement
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that was found."""
+
+    depth: int
+    """Drafted tokens per pass."""
+    datasets: Mapping[str, DatasetCounts]
+    decoded: Decoded | None
+    agreement: Agreement | None
+    served_tokens_per_s: float | None
+    """Of a server, over all its requests under way."""
+    notes: Sequence[str]
+
+    def figures(self) -> dict[str, Any]:
+        """The measured part of evaluation.json; what was not measured is null."""
+        return {
+            **table.report(self.datasets),
+            "num_speculative_tokens": self.depth,
+            "lossless": self._lossless(),
+            "replay": self._replay(),
+            "speed": self._speed(),
+            "notes": list(self.notes),
+            "threads": torch.get_num_threads(),
+            "versions": log.versions(),
+        }
+
+    def markdown(self) -> str:
+        """The table with its notes, and the other figures as lines."""
+        totals = {name: dataset.total for name, dataset in self.datasets.items()}
+        text = table.markdown(totals, list(self.notes)) if totals else "Nothing was measured.\n"
+        return text + "".join(f"\n{line}\n" for line in self.lines())
+
+    def show(self, title: str, console: Console) -> None:
+        """Print the warnings, the table, and the other figures."""
+        for note in self.notes:
+            console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
+        if self.datasets:
+            console.print(table.terminal({name: dataset.total for name, dataset in self.datasets.items()}, title))
+        for line in self.lines():
+            console.print(line, highlight=False)
+
+    def lines(self) -> list[str]:
+        """Losslessness, replay and speed, a sentence each."""
+        found = []
+        lossless, replayed, speed = self._lossless(), self._replay(), self._speed()
+        if lossless["checked"]:
+            ties = f", {lossless['excused']} more but for a tie (shown in the JSON)" if lossless["excused"] else ""
+            same = f"{lossless['identical']} of {lossless['checked']}"
+            found.append(f"lossless: {same} answers identical to the verifier's own{ties}")
+        if self.agreement is not None and self.agreement.equal is not None:
+            verdict = "gives the same counts" if self.agreement.equal else "COUNTS OTHERWISE THAN DECODING"
+            found.append(f"replay: {verdict} ({self.agreement.num_answers} answers, {replayed['passes']} passes)")
+        if speed["tokens_per_s"] and speed["plain_tokens_per_s"]:
+            found.append(
+                f"speed: {speed['tokens_per_s']:.1f} tokens/s, plain decoding {speed['plain_tokens_per_s']:.1f} "
+                f"({speed['plain_by']}): {speed['speedup']:.2f} times"
+            )
+        elif speed["tokens_per_s"]:
+            found.append(f"speed: {speed['tokens_per_s']:.1f} tokens/s over all requests under way")
+        return found
+
+    @property
+    def is_sound(self) -> bool:
+        """Something was drafted, every compared answer is the verifier's own, and replay counts as decoding does."""
+        drafted = pool((dataset.total for dataset in self.datasets.values()), self.depth).num_drafts > 0
+        wrong = [one for one in self._differences() if not one.is_tie]
+        return drafted and not wrong and (self.agreement is None or self.agreement.equal is not False)
+
+    def _differences(self) -> list[Difference]:
+        return [] if self.decoded is None or self.decoded.differences is None else self.decoded.differences
+
+    def _lossless(self) -> dict[str, Any]:
+        if self.decoded is None or self.decoded.differences is None:
+            return {"checked": None, "identical": None, "excused": None, "differences": []}
+        found, checked = self._differences(), len(self.decoded.compared)
+        return {
+            "checked": checked,
+            "identical": checked - len(found),
+            "excused": sum(one.is_tie for one in found),
+            "differences": [
+                {
+                    "prompt": self.decoded.compared[one.index],
+                    "position": one.position,
+                    "token": one.token,
+                    "own_token": one.own_token,
+                    "logit_gap": one.gap if math.isfinite(one.gap) else None,
+                    "is_tie": one.is_tie,
+                }
+                for one in found[:_SHOWN]
+            ],
+        }
+
+    def _replay(self) -> dict[str, Any]:
+        if self.agreement is None:
+            return {"equal": None, "answers": None, "passes": None, "excused": None, "differences": []}
+        found = self.agreement.found
+        return {
+            "equal": self.agreement.equal,
+            "answers": self.agreement.num_answers,
+            "passes": self.agreement.num_passes,
+            "excused": sum(one.is_tie for one in found),
+            "differences": [
+                {
+                    "row_id": one.row_id,
+                    "num_known": one.num_known,
+                    "decoded_ids": list(one.decoded_ids),
+                    "replayed_ids": list(one.replayed_ids),
+                    "logit_gap": one.gap,
+                    "is_tie": one.is_tie,
+                }
+                for one in found[:_SHOWN]
+            ],
+        }
+
+    def _speed(self) -> dict[str, Any]:
+        run = None if self.decoded is None else self.decoded.contest
+        if run is None:
+            return {"tokens_per_s": self.served_tokens_per_s, "plain_tokens_per_s": None, "speedup": None}
+        ours = run.tokens_per_s("drafter")
+        plain = {"engine": run.tokens_per_s("engine"), "transformers": run.tokens_per_s("transformers")}
+        faster = max(plain, key=lambda name: plain[name] or 0.0)
+        best = plain[faster]
+        steps = run.laps.num_steps
+        by = {"engine": "our engine without a drafter", "transformers": "Transformers' generate"}
+        return {
+            "tokens_per_s": ours,
+            "plain_tokens_per_s": best,
+            "plain_by": by[faster],
+            "speedup": ours / best if ours and best else None,
+            "engine_tokens_per_s": plain["engine"],
+            "transformers_tokens_per_s": plain["transformers"],
+            "draft_ms_per_pass": 1e3 * run.laps.draft_s / steps if steps else None,
+            "verify_ms_per_pass": 1e3 * run.laps.verify_s / steps if steps else None,
+            "plain_ms_per_token": 1e3 / best if best else None,
+            "compared_prompts": 0 if self.decoded is None else len(self.decoded.compared),
+        }

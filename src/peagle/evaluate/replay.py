@@ -1,0 +1,211 @@
+"""The counts that greedy decoding would give, from recorded answers and their states: match all positions, then walk.
+
+Greedy answers decide everything: from a pass that knows x_0 .. x_{a+1}, decoding accepts as many drafted tokens as
+agree with what the answer says next, adds one token of the verifier's, and the next pass begins there.
+
+At temperature > 0 a walk is a chain of chances. Given the answer's tokens, the drafted token of depth d was accepted
+with chance w_d = min(1, q(x) / p(x)) at the answer's own token x (q the drafter's distribution, p the verifier's: of
+the token's mass p, min(p, q) came by acceptance). So passes begin at each place with a chance, followed from left to
+right, and position k is accepted, whatever its token, with w_0 .. w_{k-1} times the sum of min(p, q) at depth k.
+These sums are the expected counts of sampled decoding, without its noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.drafter import Drafter
+from peagle.engine.sampling import Sampling, probabilities
+from peagle.evaluate.chains import chain_logits
+from peagle.evaluate.counts import Counts, DatasetCounts, context_bucket, pool
+from peagle.verifier.weights import VerifierHead
+
+Blocks = Iterator[tuple[Tensor, Tensor]]
+BestTwo = tuple[list[list[int]], list[list[float]]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One answer with its states."""
+
+    row_id: str
+    source: str
+    ids: list[int]
+    """Prompt, answer, tail: x_0 .. x_{T-1}."""
+    start: int
+    """Position of the answer's first token, at least 1."""
+    end: int
+    """One past the answer's last token; what follows is tail."""
+    aux_states: Tensor
+    """g_i, [at least end - 1, aux_size]"""
+    choice_ids: Tensor | None
+    """The verifier's choice of x_{p+1} at each position p, -1 where not known, int64, [num_tokens]; None: the answer is
+    known to be its own, so the tokens themselves are the choices."""
+    last_states: Tensor | None
+    """y_p before the final norm, [num_tokens, hidden_size]; needed at temperature > 0 only, for p from `start` on."""
+
+
+@dataclass(frozen=True)
+class ReplayedPass:
+    """One verifier pass of the walk."""
+
+    num_known: int
+    draft_ids: tuple[int, ...]
+    num_accepted: int
+    runner_up_ids: tuple[int, ...]
+    """The drafter's second choices, and by how much their logits are behind."""
+    runner_up_gaps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of one answer."""
+
+    passes: list[ReplayedPass]
+    """Empty at temperature > 0."""
+    num_unjudged: int
+    """Passes left out because their draft runs past what is known: the answer has no tail."""
+    by_context: dict[str, Counts]
+    """Counts of the judged passes, by context bucket."""
+
+
+def replay(drafter: Drafter, head: VerifierHead | None, recorded: Recorded, depth: int, sampling: Sampling) -> Replayed:
+    """Replay one answer.
+
+    Args:
+        drafter: the drafter.
+        head: the verifier's, on the drafter's device; needed at temperature > 0 only.
+        recorded: the answer, its states on the drafter's device.
+        depth: drafted tokens per pass.
+        sampling: greedy, or the temperature and top-p under which the answer was sampled.
+    """
+    num_passes_at_most = recorded.end - recorded.start - 1
+    if num_passes_at_most < 1:
+        return Replayed([], 0, {})
+    device = drafter.fc.weight.device
+    ids = torch.tensor(recorded.ids, device=device)
+    anchors = torch.arange(recorded.start - 1, recorded.end - 2, device=device)
+    # the last anchor is end - 3: its pair's token x_{end-2} is the last but one of the answer
+    num_pairs = recorded.end - 2
+    with torch.inference_mode():
+        aux = recorded.aux_states[:num_pairs].to(device, drafter.fc.weight.dtype)
+        if sampling.is_greedy:
+            blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, None)
+            return _walk(recorded, list(_best_two(drafter, blocks)), depth)
+        assert head is not None
+        blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, ids[2:])
+        return _expect(drafter, head, recorded, blocks, depth, sampling)
+
+
+def _best_two(drafter: Drafter, blocks: Blocks) -> Iterator[BestTwo]:
+    """Per anchor: the two best verifier ids and logits at each depth, lists of [depth][2]."""
+    for _, logits in blocks:
+        best = logits.float().topk(min(2, logits.shape[-1]), -1)
+        yield from zip(drafter.to_verifier_ids(best.indices).tolist(), best.values.tolist())
+
+
+def _walk(recorded: Recorded, best: list[BestTwo], depth: int) -> Replayed:
+    choices = _choices(recorded)
+    passes, unjudged = [], 0
+    known = recorded.start + 1  # the prompt, and the token that its prefill gave
+    while known < recorded.end:
+        top_ids, top_logits = best[known - 1 - recorded.start]
+        wanted = choices[known - 1 : known - 1 + depth]
+        drafted = [pair[0] for pair in top_ids]
+        if len(wanted) < depth or -1 in wanted:
+            unjudged += 1
+            known += 1 + _agreement(drafted, wanted)
+            continue
+        accepted = _agreement(drafted, wanted)
+        passes.append(
+            ReplayedPass(
+                known,
+                tuple(drafted),
+                accepted,
+                tuple(pair[-1] for pair in top_ids),
+                tuple(pair[0] - pair[-1] if len(pair) > 1 else float("inf") for pair in top_logits),
+            )
+        )
+        known += accepted + 1
+    counts = {}
+    for name in dict.fromkeys(context_bucket(one.num_known) for one in passes):
+        inside = [one.num_accepted for one in passes if context_bucket(one.num_known) == name]
+        per_position = tuple(float(sum(accepted > k for accepted in inside)) for k in range(depth))
+        counts[name] = Counts(len(inside), per_position, 0)
+    return Replayed(passes, unjudged, counts)
+
+
+def _choices(recorded: Recorded) -> list[int]:
+    """The verifier's choice of x_{p+1}, for each p."""
+    if recorded.choice_ids is None:
+        return recorded.ids[1:]
+    return recorded.choice_ids.tolist()
+
+
+def _agreement(drafted: list[int], wanted: list[int]) -> int:
+    for place, (one, other) in enumerate(zip(drafted, wanted)):
+        if one != other:
+            return place
+    return min(len(drafted), len(wanted))
+
+
+def _expect(
+    drafter: Drafter, head: VerifierHead, recorded: Recorded, blocks: Blocks, depth: int, sampling: Sampling
+) -> Replayed:
+    assert recorded.last_states is not None
+    device = drafter.fc.weight.device
+    ids = torch.tensor(recorded.ids, device=device)
+    draft_ids = drafter.to_verifier_ids(torch.arange(drafter.config.draft_vocab_size, device=device))
+    place_of = torch.full((drafter.config.vocab_size,), -1, device=device)
+    place_of[draft_ids] = torch.arange(len(draft_ids), device=device)
+    own, common = [], []
+    for anchors, logits in blocks:
+        q = probabilities(logits, sampling.temperature, sampling.top_p)
+        at = anchors[:, None] + 1 + torch.arange(depth, device=device)
+        is_known = at + 1 < len(ids)
+        at = at.clamp(max=len(ids) - 2)
+        p_logits = head.logits(head.normed(recorded.last_states[at].to(device)))
+        p = probabilities(p_logits, sampling.temperature, sampling.top_p)
+        tokens = ids[at + 1]
+        places = place_of[tokens]
+        q_of_token = q.gather(2, places.clamp(min=0)[..., None])[..., 0] * (places >= 0)
+        p_of_token = p.gather(2, tokens[..., None])[..., 0]
+        weight = torch.where(p_of_token > 0, q_of_token / p_of_token, (q_of_token > 0).float()).clamp(max=1)
+        overlap = torch.minimum(q, p[..., draft_ids]).sum(-1)
+        own += torch.where(is_known, weight, torch.nan).tolist()
+        common += torch.where(is_known, overlap, torch.nan).tolist()
+    chance = [0.0] * (len(own) + depth + 1)
+    chance[0] = 1.0
+    sums: dict[str, list[float]] = {}
+    unjudged = 0
+    for place, (weights, overlaps) in enumerate(zip(own, common)):
+        here = chance[place]
+        if any(value != value for value in weights):
+            unjudged += 1
+            continue
+        tally = sums.setdefault(context_bucket(recorded.start + 1 + place), [0.0] * (depth + 1))
+        tally[0] += here
+        reached = here
+        for k in range(depth):
+            tally[k + 1] += reached * overlaps[k]
+            chance[place + k + 1] += reached * (1 - weights[k])
+            reached *= weights[k]
+        chance[place + depth + 1] += reached
+    return Replayed([], unjudged, {name: Counts(s[0], tuple(s[1:]), 0) for name, s in sums.items()})
+
+
+def total(replayed: list[tuple[Recorded, Replayed]], depth: int) -> dict[str, DatasetCounts]:
+    """Add up, per data set."""
+    found: dict[str, DatasetCounts] = {}
+    for source in dict.fromkeys(recorded.source for recorded, _ in replayed):
+        mine = [(recorded, one) for recorded, one in replayed if recorded.source == source]
+        names = dict.fromkeys(name for _, one in mine for name in one.by_context)
+        contexts = {name: pool([o.by_context[name] for _, o in mine if name in o.by_context], depth) for name in names}
+        generated = sum(recorded.end - recorded.start for recorded, _ in mine)
+        whole = pool(contexts.values(), depth)
+        found[source] = DatasetCounts(Counts(whole.num_drafts, whole.accepted_per_position, generated), contexts)
+    return found

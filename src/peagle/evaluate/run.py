@@ -1,0 +1,187 @@
+"""`peagle evaluate`: read prompts or recorded answers, decode or replay, count, report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from peagle import drafter as drafters
+from peagle import log
+from peagle.drafter import DrafterConfig
+from peagle.drafter.checkpoint import read_config
+from peagle.engine import Sampling
+from peagle.evaluate import table
+from peagle.evaluate.config import EvaluateConfig
+from peagle.evaluate.counts import DatasetCounts, pool
+from peagle.evaluate.decoding import count, decode
+from peagle.evaluate.items import DEFAULT_LIMIT, Read, by_source, read_items
+from peagle.evaluate.outcome import Outcome
+from peagle.evaluate.pairing import check_pair
+from peagle.evaluate.records import open_store
+from peagle.evaluate.replay import total
+from peagle.evaluate.replaying import replay_decoded, replay_recorded
+from peagle.files import whole_file, write_json
+from peagle.verifier.facts import VerifierFacts, load_facts
+from peagle.verifier.tokenizer import eos_ids, load_tokenizer
+from peagle.verifier.transformers import TransformersVerifier, resolve_device, resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(config: EvaluateConfig) -> int:
+    """Measure a drafter and write evaluation.json, evaluation.md, run.yaml and manifest.json.
+
+    Returns:
+        0; or 1 if nothing was drafted, an answer was not the verifier's own, or replay counted otherwise than decoding.
+
+    Raises:
+        PeagleError: checkpoint, verifier, data or store cannot be used.
+    """
+    began_s = time.monotonic()
+    folder = drafters.find(config.checkpoint)
+    shape = DrafterConfig.from_json(read_config(folder), str(folder / "config.json"))
+    facts = load_facts(config.verifier_name_or_path or shape.verifier, config.trust_remote_code)
+    tokenizer = load_tokenizer(facts.name_or_path, config.trust_remote_code)
+    notes = [note for note in (check_pair(shape, facts, tokenizer),) if note]
+    depth = config.num_speculative_tokens or shape.num_speculative_tokens
+    if depth != shape.num_speculative_tokens and not config.endpoint:
+        notes.append(
+            f"drafting {depth} tokens per pass, the drafter was made for {shape.num_speculative_tokens}"
+            + ("; positions above that were never trained" if depth > shape.num_speculative_tokens else "")
+        )
+    read = read_items(config, tokenizer, facts.max_position_embeddings)
+    if config.endpoint:
+        outcome = _serve(config, facts, tokenizer, read, depth, notes)
+    else:
+        outcome = _measure(config, folder, facts, tokenizer, read, depth, notes)
+    return _report(config, folder, facts, shape, read, outcome, time.monotonic() - began_s)
+
+
+def _measure(
+    config: EvaluateConfig,
+    folder: Path,
+    facts: VerifierFacts,
+    tokenizer: Any,
+    read: Read,
+    depth: int,
+    notes: list[str],
+) -> Outcome:
+    sampling = Sampling(temperature=config.temperature, top_p=config.top_p, seed=config.seed)
+    if not read.items:
+        return Outcome(depth, {}, None, None, None, notes)
+    dtype, device = resolve_dtype(facts, config.dtype), resolve_device(config.device)
+    drafter = drafters.load(str(folder), dtype, device)
+    if config.mode == "replay":
+        replayed, more = replay_recorded(config, facts, drafter, read.items, depth, sampling)
+        return Outcome(depth, total(replayed, depth), None, None, None, [*notes, *more])
+    store = None if config.hidden_states_path is None else open_store(config.hidden_states_path, drafter.config)
+    verifier = TransformersVerifier(facts, dtype, device)
+    ends = eos_ids(facts, tokenizer)
+    decoded = decode(verifier, drafter, read.items, depth, ends, sampling, config.batch_size, config.compare_samples)
+    agreement = None
+    if config.mode == "both" and sampling.is_greedy:
+        agreement = replay_decoded(verifier, drafter, store, read.items, decoded.answers, depth, sampling)
+    return Outcome(depth, count(read.items, decoded.answers, depth), decoded, agreement, None, notes)
+
+
+def _serve(
+    config: EvaluateConfig, facts: VerifierFacts, tokenizer: Any, read: Read, depth: int, notes: list[str]
+) -> Outcome:
+    from peagle.evaluate.endpoint import ServedDrafter
+    from peagle.verifier.answers import Prompt
+    from peagle.verifier.generation import GenerationSettings
+    from peagle.verifier.vllm_answer_source import AnswerEndpoints
+    from peagle.verifier.vllm_client import RetryPolicy
+
+    if config.num_speculative_tokens is not None:
+        notes.append("--num-speculative-tokens is the server's to choose; the table shows what it drafted")
+    policy = RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s)
+    endpoints = AnswerEndpoints(config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy)
+    limit = config.max_new_tokens or DEFAULT_LIMIT
+    settings = GenerationSettings(limit, eos_ids(facts, tokenizer), config.temperature, config.top_p, 0)
+    served = ServedDrafter(facts, settings, endpoints)
+    datasets, seconds, generated = {}, 0.0, 0
+    try:
+        for source, places in by_source(read.items).items():
+            items = [read.items[place] for place in places if read.items[place].start < served.max_tokens]
+            prompts = [Prompt(f"{place}", item.prompt_ids, config.seed + place) for place, item in enumerate(items)]
+            if not prompts:
+                continue
+            run = served.run(prompts)
+            datasets[source] = DatasetCounts(run.counts, {})
+            seconds += run.seconds
+            generated += run.counts.num_generated_tokens
+            for row_id, words in run.refused.items():
+                read.drop(items[int(row_id)].row_id, f"refused by the server: {words}")
+    finally:
+        served.close()
+    depth = max((one.total.num_speculative_tokens for one in datasets.values()), default=depth)
+    datasets = {name: one for name, one in datasets.items() if one.total.num_speculative_tokens == depth}
+    return Outcome(depth, datasets, None, None, generated / seconds if seconds else None, notes)
+
+
+def _report(
+    config: EvaluateConfig,
+    folder: Path,
+    facts: VerifierFacts,
+    shape: DrafterConfig,
+    read: Read,
+    outcome: Outcome,
+    seconds: float,
+) -> int:
+    path = config.json_path
+    pooled = pool((dataset.total for dataset in outcome.datasets.values()), outcome.depth)
+    verdict = table.verdict(pooled, rows_trained(folder))
+    outcome = Outcome(
+        outcome.depth,
+        outcome.datasets,
+        outcome.decoded,
+        outcome.agreement,
+        outcome.served_tokens_per_s,
+        [*outcome.notes, *([verdict] if verdict else [])],
+    )
+    record = {
+        "checkpoint": config.checkpoint,
+        "verifier": facts.name_or_path,
+        "mode": "endpoint" if config.endpoint else config.mode,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "batch_size": config.concurrency if config.endpoint else config.batch_size,
+        "prompts": len(read.items),
+        "trained_num_speculative_tokens": shape.num_speculative_tokens,
+    }
+    write_json(path, {**record, **outcome.figures()})
+    with whole_file(path.with_suffix(".md")) as temporary:
+        temporary.write_text(outcome.markdown(), encoding="utf-8")
+    counts = {
+        "read": read.read,
+        "measured": len(read.items),
+        "dropped": dict(read.dropped),
+        "seconds": round(seconds, 2),
+    }
+    log.write_run(path.parent, "evaluate", config, {"seed": config.seed, **counts})
+    outcome.show(f"Acceptance, {outcome.depth} drafted tokens per pass", Console())
+    logger.info(
+        "read %d rows, measured %d prompts, wrote %s (and .md), dropped %s, in %s",
+        read.read, len(read.items), path, read.dropped_text, log.duration(seconds),
+    )  # fmt: skip
+    return 0 if outcome.is_sound else 1
+
+
+def rows_trained(checkpoint: Path) -> int | None:
+    """How many rows a drafter was trained on, from the manifest of its run; None if that is not beside it."""
+    for folder in (checkpoint, checkpoint.resolve().parent):
+        try:
+            manifest: Mapping[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        found = manifest.get("rows_trained")
+        if isinstance(found, int):
+            return found
+    return None
