@@ -130,10 +130,12 @@ class Asker:
         if isinstance(found, RowRefused):
             return self._passed_over(row, f"{found.reason} ({found.detail})" if found.detail else found.reason)
         wrong = fault(found, row, self._spec)
-        if wrong is None and is_first and self._head is not None:
-            wrong = choice_fault(found, self._head, self._spec.torch_dtype)
         if wrong is not None:
             return self._passed_over(row, wrong)
+        if is_first and self._head is not None:
+            other = choice_fault(found, self._head, self._spec.torch_dtype)
+            if other is not None:
+                raise StoreError(f"row {row.row_id}: {other}")
         stored = to_stored(found, row, self._spec.torch_dtype)
         if self.kept is not None:
             self.kept.add(stored)
