@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Files:
-    """Rows stored one at a time, as they are asked for on demand: the same bits, where batches would round otherwise."""
+    """Rows stored one at a time, as they are asked for on demand: the same bits; batches would round otherwise."""
     made = make_files(tmp_path_factory.mktemp("files"), 16, hidden_size=32)
     singly = made.states.with_name("singly")
     values = {"preprocessed_data": made.data, "output": singly, "device": "cpu", "batch_size": 1}
