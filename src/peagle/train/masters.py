@@ -128,10 +128,11 @@ class Masters:
     def _adder(self, name: str) -> Any:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
+            grad = self._part(name, parameter.grad)
             if name in self._added:
-                self._added[name].add_(parameter.grad)
+                self._added[name].add_(grad)
             else:
-                self._added[name] = parameter.grad.to(self.dtype)
+                self._added[name] = grad.to(self.dtype)
             parameter.grad = None
 
         return add
@@ -140,12 +141,17 @@ class Masters:
         """The rank's own gradient of a parameter, in the masters' dtype; the parameter keeps none."""
         grad = self._added.pop(name, None)
         if parameter.grad is not None:
-            rest = parameter.grad.to(self.dtype)
+            rest = self._part(name, parameter.grad).to(self.dtype)
             grad = rest if grad is None else grad.add_(rest)
             parameter.grad = None
         if grad is None:
-            grad = torch.zeros(parameter.shape, dtype=self.dtype, device=parameter.device)
-        return grad[self.row : self.row + 1].clone() if self._is_row(name) else grad  # type: ignore[operator]
+            shape = self._part(name, parameter).shape
+            grad = torch.zeros(shape, dtype=self.dtype, device=parameter.device)
+        return grad
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        """What of a parameter (or its gradient) is trained: the whole, or a copy of the mask token's row."""
+        return tensor[self.row : self.row + 1].clone() if self._is_row(name) else tensor  # type: ignore[operator]
 
     def norm(self) -> Tensor:
         """The norm of all gradients together, the same on every rank. Collective if sharded."""

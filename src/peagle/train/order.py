@@ -37,33 +37,28 @@ def generator(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(*parts))
 
 
-def _place(row_id: str) -> float:
-    """Where a row falls in [0, 1), by its hash alone: adding rows moves no other."""
-    return seed_of("split", conversation_of(row_id)) / 2**63
-
-
 def conversation_of(row_id: str) -> str:
     """The conversation a row was cut from: rows of one conversation (`ID#turn`) are never split over two sides."""
     return row_id.rsplit("#", 1)[0]
 
 
 def split(row_ids: list[str], train_ratio: float) -> tuple[list[str], list[str]]:
-    """(training rows, validation rows), by hash; both keep the order of `row_ids`.
+    """(training rows, validation rows): of the conversations by their hash, the first `train_ratio`, the rest.
 
-    With a ratio below 1 and at least two conversations neither side is empty.
+    So the split depends on neither order nor seed, and added rows move few others. With a ratio below 1 and at least
+    two conversations neither side is empty. Both sides keep the order of `row_ids`.
     """
     if train_ratio >= 1:
         return list(row_ids), []
-    is_train = {row_id: _place(row_id) < train_ratio for row_id in row_ids}
-    by_place = sorted(row_ids, key=_place)
-    if not by_place:
-        return [], []
-    for row_id, wanted in ((by_place[0], True), (by_place[-1], False)):
-        if wanted not in is_train.values() and conversation_of(by_place[0]) != conversation_of(by_place[-1]):
-            for other in row_ids:
-                if conversation_of(other) == conversation_of(row_id):
-                    is_train[other] = wanted
-    return [r for r in row_ids if is_train[r]], [r for r in row_ids if not is_train[r]]
+    conversations = sorted({conversation_of(r) for r in row_ids}, key=lambda name: (seed_of("split", name), name))
+    num_train = round(train_ratio * len(conversations))
+    num_train = max(1, min(num_train, len(conversations) - 1))
+    chosen = set(conversations[:num_train])
+    is_train = [conversation_of(row_id) in chosen for row_id in row_ids]
+    return (
+        [row_id for row_id, wanted in zip(row_ids, is_train) if wanted],
+        [row_id for row_id, wanted in zip(row_ids, is_train) if not wanted],
+    )
 
 
 def first_by_hash(row_ids: list[str], limit: int | None) -> list[str]:
