@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import types
@@ -72,7 +73,8 @@ def page(command: str, config_type: type[StageConfig], text: str) -> str:
     for key, field in config_type.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         panel = "Arguments" if extra.get("positional") else str(extra.get("panel", "Options"))
-        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        meaning = re.sub(r"(?<![`\w-])(--[a-z][\w-]*)", r"`\1`", " ".join((field.description or "").split()))
+        meaning = meaning.replace("|", "\\|")
         cells = (flag(key, field), values(field.annotation).replace("|", "\\|"), default(field), meaning)
         groups.setdefault(panel, []).append("| " + " | ".join(cells) + " |")
     out = [f"# peagle {command}", "", text, ""]
@@ -80,7 +82,8 @@ def page(command: str, config_type: type[StageConfig], text: str) -> str:
         "<!-- Made by scripts/make_docs.py from the config of this command; edit the field's docstring there. -->",
         "",
     ]
-    order = sorted(groups, key=lambda name: (name != "Arguments", list(groups).index(name)))
+    needed = [name for name, lines in groups.items() if any("| needed |" in line for line in lines)]
+    order = sorted(groups, key=lambda name: (name != "Arguments", name not in needed, list(groups).index(name)))
     for name in order:
         out += [f"## {name}", "", "| flag | takes | default | meaning |", "|---|---|---|---|", *groups[name], ""]
     out += [

@@ -51,13 +51,17 @@ def add_command(
         for key, value in given.items():
             if value is None or value == []:
                 continue
-            values[key] = _split(value) if isinstance(value, list) else value
+            is_whole = bool(_extra(config_type.model_fields[key]).get("whole"))
+            values[key] = _split(value) if isinstance(value, list) and not is_whole else value
         if extra_args:
             values[EXTRA_ARGS] = extra_args
         status = run(config_type.build(values))
         raise typer.Exit(status or 0)
 
-    parameters = [_parameter(key, field) for key, field in config_type.model_fields.items() if key != EXTRA_ARGS]
+    fields = {key: field for key, field in config_type.model_fields.items() if key != EXTRA_ARGS}
+    first = {_panel(field) for field in fields.values() if field.is_required()}  # panels list what must be said first
+    ordered = sorted(fields, key=lambda key: _panel(fields[key]) not in first)
+    parameters = [_parameter(key, fields[key]) for key in ordered]
     parameters += [
         _option("config", Path | None, "--config", "YAML file with these settings; flags win over it.", _GLOBAL_PANEL),
         _option("quiet", bool, "--quiet", "Warnings and errors only.", _GLOBAL_PANEL, default=False),
@@ -70,8 +74,16 @@ def add_command(
     app.command(name, rich_help_panel=panel)(command)
 
 
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+def _panel(field: FieldInfo) -> str:
+    return str(_extra(field).get("panel", "Options"))
+
+
 def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    extra = _extra(field)
     annotation = _plain(field.annotation)
     help_text = " ".join((field.description or "").split())
     default = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -90,7 +102,7 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     kind = annotation if typing.get_origin(annotation) is list else annotation | None
     aliases = extra.get("aliases", [])
     names = [flag, *(str(alias) for alias in aliases)] if isinstance(aliases, list) else [flag]
-    return _option(key, kind, names, help_text, str(extra.get("panel", "Options")))
+    return _option(key, kind, names, help_text, _panel(field))
 
 
 def _option(
@@ -168,14 +180,15 @@ def split_extra(arguments: list[str], config_type: type[StageConfig]) -> tuple[l
 
 
 def many_valued(config_type: type[StageConfig]) -> set[str]:
-    """The flags of a config that take several values."""
-    return {
-        "--" + key.replace("_", "-")
-        for key, field in config_type.model_fields.items()
-        if key != EXTRA_ARGS
-        and typing.get_origin(_plain(field.annotation)) is list
-        and not (isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("positional"))
-    }
+    """The flags of a config that take several values, aliases included."""
+    found = set()
+    for key, field in config_type.model_fields.items():
+        extra = _extra(field)
+        if key == EXTRA_ARGS or extra.get("positional") or typing.get_origin(_plain(field.annotation)) is not list:
+            continue
+        aliases = extra.get("aliases")
+        found |= {"--" + key.replace("_", "-"), *(map(str, aliases) if isinstance(aliases, list) else ())}
+    return found
 
 
 def need(value: Any, flag: str) -> Any:

@@ -37,7 +37,7 @@ class RunConfig(StageConfig):
     """A recipe file, or the name of a shipped one (`peagle run --list` shows them)."""
     output: Path | None = None
     """Folder of everything that is made, instead of the recipe's own."""
-    changes: tuple[str, ...] = Field((), json_schema_extra={"aliases": ["--set"]})
+    changes: tuple[str, ...] = Field((), json_schema_extra={"aliases": ["--set"], "whole": True})
     """Settings that win over the recipe: `train.lr=1e-3`, `prepare.max_samples=100`; several."""
     dry_run: bool = False
     """Print the plan, disk, memory and expected time, and stop."""
