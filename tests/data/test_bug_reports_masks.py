@@ -53,7 +53,9 @@ def test_M03_spans_come_from_the_template_in_use(tmp_path, family):
     row = chat("user: what does assistant <end_of say", replies[0], "and the user <|im_end", replies[1])
     data = write_lines(tmp_path / "d.jsonl", [row])
     assert prepare(model_folder(tmp_path / "model", tokenizer), data, tmp_path / "out") == 0
-    found = [text for r in rows_of(tmp_path / "out") for text in supervised(r, tokenizer)]
+    rows = rows_of(tmp_path / "out")
+    assert len(rows) == (2 if family in ("harmony", "qwen3") else 1)  # these two rewrite history
+    found = [text for r in rows for text in supervised(r, tokenizer)]
     before = {"harmony": "<|channel|>final<|message|>", "qwen3": "<think>\n\n</think>\n\n", "mistral": " "}
     assert found == [before.get(family, "") + reply + end for reply in replies]
 
@@ -165,6 +167,18 @@ def test_M09_a_template_that_rewrites_history_gives_a_row_per_reply_as_the_serve
         assert supervised(found, tokenizer) == [reply]
     assert "thinking one" not in tokenizer.decode(second.input_ids)
     assert [r.row_id[-2:] for r in (first, second)] == ["/1", "/2"]
+
+
+def test_M09_history_that_is_rewritten_letter_for_letter_is_seen(model_of, tmp_path):
+    shout = CHATML.replace(
+        "message['content'] + '<|im_end|>",
+        "(message['content'] if loop.last or message['role'] == 'user' else message['content'] | upper) + '<|im_end|>",
+    )
+    data = write_lines(tmp_path / "d.jsonl", [chat("hello", "answer one", "why", "answer two")])
+    assert prepare(model_of(shout), data, tmp_path / "out") == 0
+    rows, tokenizer = rows_of(tmp_path / "out"), toy_tokenizer(None)
+    assert [supervised(row, tokenizer) for row in rows] == [["answer one<|im_end|>"], ["answer two<|im_end|>"]]
+    assert "ANSWER ONE" in tokenizer.decode(rows[1].input_ids)
 
 
 def test_M09_an_unstable_rendering_is_refused(model_of, tmp_path, capsys):
@@ -322,3 +336,12 @@ def range_like(values):
 
 def test_harmony_is_in_the_list_of_families():
     assert FAMILIES["harmony"][0] is HARMONY
+
+
+def test_M13_a_template_without_bos_is_said(model_of, tmp_path, capsys):
+    how = {"bos": "<|endoftext|>", "adds_bos": True}
+    data = write_lines(tmp_path / "d.jsonl", [chat("hello", "The answer")])
+    assert prepare(model_of(CHATML, **how), data, tmp_path / "out") == 0
+    assert "prints no <|endoftext|>" in capsys.readouterr().err
+    (found,) = rows_of(tmp_path / "out")
+    assert toy_tokenizer(CHATML, **how).bos_token_id not in found.input_ids

@@ -197,3 +197,10 @@ def test_roles_are_the_four_of_chat_templates():
 )
 def test_a_rows_own_id_is_made_safe(record, expected):
     assert given_id(record) == expected
+
+
+@pytest.mark.parametrize("options", [{"chat_template": "{{ 1 }}"}, {"tokenize": True}, [1], "x"])
+def test_a_row_cannot_bring_its_own_template_along(options):
+    with pytest.raises(UnusableRow) as problem:
+        conversation_of({**LAYOUTS["messages"], "chat_template_kwargs": options})
+    assert problem.value.reason == "bad template options"

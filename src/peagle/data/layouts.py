@@ -14,6 +14,12 @@ TURN_LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue",
 REPLY_KEYS = ("response", "completion", "output", "answer", "reply")
 SYSTEM_KEYS = ("system", "system_prompt")
 ID_KEYS = ("id", "row_id", "conversation_id", "prompt_id", "question_id", "task_id", "uuid")
+RESERVED = {
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}  # fmt: skip
+"""What `apply_chat_template` takes for itself: a row must not bring its own template along."""
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 """GSM8K's calculator marks: `<<48/2=24>>24` says 24 twice, and nobody writes that."""
 
@@ -54,6 +60,9 @@ def conversation_of(record: dict[str, Any]) -> Draft:
     if options is not None:
         if not isinstance(options, dict):
             raise UnusableRow("bad template options", f"chat_template_kwargs is {shown(options)}, expected an object")
+        taken = sorted(RESERVED & set(options))
+        if taken:
+            raise UnusableRow("bad template options", f"chat_template_kwargs cannot set {', '.join(taken)}")
         draft.template_options = deep_clean({k: v for k, v in options.items() if v is not None}, draft.repairs)
     draft.messages = mend(draft.messages, draft.repairs)
     return draft

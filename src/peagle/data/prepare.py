@@ -135,9 +135,19 @@ def _template(config: PrepareConfig, tokenizer: Any) -> tuple[ChatTemplate | Non
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--chat-template {config.chat_template}: cannot be read ({error})") from None
     try:
-        return ChatTemplate(tokenizer, options), ""
+        template = ChatTemplate(tokenizer, options)
     except TemplateError as error:
         return None, str(error)
+    bos = tokenizer.bos_token
+    if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] and not prints_bos(template.text, bos):
+        logger.warning("the chat template prints no %s, though the tokenizer puts one before plain text; a chat server "
+                       "adds none either, so the rows have none", bos)  # fmt: skip
+    return template, ""
+
+
+def prints_bos(template_text: str, bos: str) -> bool:
+    """Whether a template names the BOS token, by its variable or as text."""
+    return "bos_token" in template_text or bos in template_text
 
 
 def _marks(config: PrepareConfig, tokenizer: Any, template: ChatTemplate | None) -> TextMarks | None:
