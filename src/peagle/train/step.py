@@ -21,7 +21,7 @@ from torch import Tensor
 from peagle.drafter.network import Drafter, Entered
 from peagle.layout.cod import CodLayout
 from peagle.states.batch import Batch
-from peagle.train.attention import HEADS, AttentionName, Heads, rollout_mask
+from peagle.train.attention import HEADS, AttentionName, Seen, base_attention, rollout_attention
 from peagle.train.base import Base
 from peagle.train.chain import chain_rollout
 from peagle.train.loss import LossName, Targets, head_loss
@@ -129,13 +129,14 @@ def _step(
     num_pairs = int((batch.document_ids >= 0).sum())
     if num_supervised(batch, layout) == 0:
         return sums.result()
-    heads = HEADS[settings.attention]
     with torch.no_grad():
         targets = Targets(head.normed(batch.last_states), head, choices)
     bounds = _document_bounds(batch.document_ids[:num_pairs])
     embeds, hidden = drafter.embed_pairs(batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs])
     checkpoint = settings.checkpoint_base and with_grad
-    carried, keys, values = _base_pass(drafter, embeds, hidden, batch.rope_pos[:num_pairs], bounds, heads, checkpoint)
+    cos, sin = drafter.rotary(batch.rope_pos[:num_pairs], hidden.dtype)
+    attend = base_attention(settings.attention, bounds)
+    carried, keys, values = drafter.base_pass(embeds, hidden, cos, sin, attend, checkpoint)
     states = drafter.norm(carried)
     state_grad = torch.zeros_like(states) if with_grad else None
     states_read = states.detach()
@@ -151,8 +152,9 @@ def _step(
         if anchor.numel():
             with torch.set_grad_enabled(with_grad):
                 if masks is not None:
-                    rolled = _rollout(drafter, masks, batch, base, anchor, depth, heads)
+                    rolled = _rollout(drafter, masks, batch, base, anchor, depth, settings.attention)
                 else:
+                    heads = HEADS[settings.attention]
                     rolled = chain_rollout(drafter, batch, base, anchor, depth, heads, PART_SLOTS)
         # Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
         pairs = torch.arange(block.first_anchor, block.last_anchor, device=anchor.device)
@@ -212,25 +214,6 @@ def _document_bounds(document_ids: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends))
 
 
-def _base_pass(
-    drafter: Drafter,
-    embeds: Tensor,
-    hidden: Tensor,
-    rope_pos: Tensor,
-    bounds: list[tuple[int, int]],
-    heads: Heads,
-    checkpoint: bool,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """All pair slots: states before the final norm [num_pairs, hidden_size], each layer's rotated keys, and values."""
-    cos, sin = drafter.rotary(rope_pos, hidden.dtype)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [heads(q[a:b], k[a:b], v[a:b], None) for a, b in bounds]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return drafter.base_pass(embeds, hidden, cos, sin, attend, checkpoint)
-
-
 def _rollout(
     drafter: Drafter,
     masks: _Masks,
@@ -238,51 +221,42 @@ def _rollout(
     base: Base,
     anchor: Tensor,
     depth: Tensor,
-    heads: Heads,
+    attention: AttentionName,
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
-    parts = _attention_parts(anchor, depth, base.bounds, batch.document_ids)
+    part_slots = anchor.numel() if attention == "flex" else PART_SLOTS
+    parts = _attention_parts(anchor, depth, base, batch.document_ids, part_slots)
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = []
-        for part in parts:
-            seen = slice(part.first_key, part.last_key)
-            base_k, base_v = base.keys[index].read(seen), base.values[index].read(seen)
-            own = slice(part.first_slot, part.last_slot)
-            out.append(heads(q[own], torch.cat([base_k, k[own]]), torch.cat([base_v, v[own]]), part.mask))
+        for own, seen in parts:
+            context = slice(seen.first, seen.last)
+            base_k, base_v = base.keys[index].read(context), base.values[index].read(context)
+            out.append(rollout_attention(attention, q[own], base_k, base_v, k[own], v[own], seen))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     rope_pos = batch.rope_pos[anchor] + depth
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Some slots of a block, and the pair slots that they may see. Smaller parts mask away less."""
-
-    first_slot: int
-    last_slot: int
-    first_key: int
-    last_key: int
-    mask: Tensor
-
-
-def _attention_parts(anchor: Tensor, depth: Tensor, bounds: list[tuple[int, int]], document_ids: Tensor) -> list[_Part]:
-    """Cut a block's slots into parts of about `PART_SLOTS`, never inside a chain."""
+def _attention_parts(
+    anchor: Tensor, depth: Tensor, base: Base, document_ids: Tensor, part_slots: int
+) -> list[tuple[slice, Seen]]:
+    """Cut a block's slots into parts of about `part_slots`, never inside a chain; smaller parts mask away less."""
     starts = (depth == 1).nonzero()[:, 0].tolist()
-    parts, begin = [], 0
+    cuts, begin = [], 0
     for here, after in pairwise([*starts, anchor.numel()]):
-        if after - begin > PART_SLOTS and here > begin:
-            parts.append((begin, here))
+        if after - begin > part_slots and here > begin:
+            cuts.append((begin, here))
             begin = here
-    parts.append((begin, anchor.numel()))
-    made = []
-    for begin, end in parts:
-        first_anchor, last = int(anchor[begin]), int(anchor[end - 1]) + 1
-        first = next(a for a, b in bounds if a <= first_anchor < b)
-        mask = rollout_mask(anchor[begin:end], depth[begin:end], first, last, document_ids)
-        made.append(_Part(begin, end, first, last, mask))
-    return made
+    cuts.append((begin, anchor.numel()))
+    doc_start = torch.tensor([a for a, _ in base.bounds], device=anchor.device)[document_ids[anchor]]
+    parts = []
+    for begin, end in cuts:
+        first, last = int(doc_start[begin]), int(anchor[end - 1]) + 1
+        own = slice(begin, end)
+        parts.append((own, Seen(anchor[own], depth[own], first, last, document_ids, doc_start[own])))
+    return parts
 
 
 class _Masks:

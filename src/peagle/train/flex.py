@@ -1,0 +1,135 @@
+"""Attention of the two passes by FlexAttention: the mask as a function, its blocks in closed form from the layout.
+
+Compiled on CUDA, once for all lengths. On a CPU the forward is FlexAttention's own, uncompiled; it has no backward
+there, so gradients come from the written-out reference (a check, not a way to train).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+
+
+def key_blocks(
+    anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """Which blocks of keys each block of queries touches: from the ends of its rows alone, no mask is evaluated.
+
+    Keys are the pair slots `first` .. `first + num_keys - 1`, padded to whole blocks, then (with `depth`) the queries'
+    own keys. Queries are sorted by (anchor, depth), so a block of them lies between its first and its last row.
+
+    Args:
+        anchor: pair slot up to which each query sees, ascending, int64, [num_queries].
+        depth: of mask slots, >= 1, int64, [num_queries]; None for pair slots, whose keys are all pair slots.
+        doc_start: first pair slot of each query's document, int64, [num_queries].
+        first: the first pair slot offered as a key.
+        num_keys: how many pair slots are offered.
+
+    Returns:
+        (some, all), bool, [num_query_blocks, num_key_blocks]: blocks of which something, and everything, is seen.
+        Where all is True, some is False.
+    """
+    num_queries = anchor.numel()
+    begins = torch.arange(0, num_queries, BLOCK, device=anchor.device)
+    ends = (begins + BLOCK - 1).clamp(max=num_queries - 1)
+    num_base = -(-num_keys // BLOCK)
+    key_begin = torch.arange(num_base, device=anchor.device)[None] * BLOCK + first
+    key_end = key_begin + BLOCK - 1
+    lowest, highest = anchor[begins][:, None], anchor[ends][:, None]
+    some = (key_begin <= highest) & (key_end >= doc_start[begins][:, None])
+    # A short last block of queries or keys is never "all": its padding must stay unseen.
+    whole_rows = (begins + BLOCK <= num_queries)[:, None]
+    everything = (key_end <= lowest) & (key_begin >= doc_start[ends][:, None]) & (key_end < first + num_keys)
+    everything = everything & whole_rows
+    if depth is not None:
+        chain_begin = begins - (depth[begins] - 1)
+        own = torch.arange(begins.numel(), device=anchor.device)[None]
+        own_some = (own >= (chain_begin // BLOCK)[:, None]) & (own <= own.t())
+        some = torch.cat([some, own_some], 1)
+        everything = torch.cat([everything, torch.zeros_like(own_some)], 1)
+    return some & ~everything, everything
+
+
+def block_mask(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int) -> BlockMask:
+    """FlexAttention's mask for queries over `[pair slots, padding to whole blocks, own keys]`; see `key_blocks`."""
+    base_len = -(-num_keys // BLOCK) * BLOCK
+    num_queries = anchor.numel()
+    some, everything = key_blocks(anchor, depth, doc_start, first, num_keys)
+    last_query = num_queries - 1
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        row = query.clamp(max=last_query)
+        pair = key + first
+        context = (key < num_keys) & (pair <= anchor[row]) & (pair >= doc_start[row])
+        if depth is None:
+            return context
+        other = (key - base_len).clamp(min=0, max=last_query)
+        chain = (key >= base_len) & (anchor[other] == anchor[row]) & (depth[other] <= depth[row])
+        return context | chain
+
+    key_len = base_len + (num_queries if depth is not None else 0)
+    return BlockMask.from_kv_blocks(
+        *_packed(some),
+        *_packed(everything),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=sees,
+        seq_lengths=(num_queries, key_len),
+    )
+
+
+def _packed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts [1, 1, rows] and column indices [1, 1, rows, columns] (those that are set come first), int32."""
+    order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+class _ForwardByFlex(torch.autograd.Function):
+    """FlexAttention forward on a CPU; backward through the dense definition."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, dense)
+        q, k, v = q.detach(), k.detach(), v.detach()
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, dense = (t.detach() for t in ctx.saved_tensors)
+        with torch.enable_grad():
+            q, k, v = (t.requires_grad_() for t in (q, k, v))
+            group = q.shape[1] // k.shape[1]
+            scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
+            out = scores.masked_fill(~dense, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
+            found = torch.autograd.grad(out, (q, k, v), grads[0])
+        return (*found, None, None)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor | None) -> Tensor:
+    """One call of FlexAttention.
+
+    Args:
+        q: [num_queries, heads, head_dim].
+        k, v: as the mask lays them out, [num_keys, kv_heads, head_dim].
+        mask: from `block_mask`.
+        dense: the same mask written out, bool, [num_queries, num_keys]; needed on a CPU only, for gradients.
+
+    Returns:
+        [num_queries, heads * head_dim].
+    """
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    if q.is_cuda:
+        out = _compiled()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    else:
+        out = _ForwardByFlex.apply(q.contiguous(), k.contiguous(), v.contiguous(), mask, dense)
+    return out[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,97 @@
+"""FlexAttention's block mask, built in closed form, against the definition; and the step that uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from benchmarks.parity import WHOLE, compare
+from peagle.layout import full, sample
+from peagle.train import flex
+from peagle.train.attention import Seen, rollout_attention
+
+FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("peagle_*.safetensors"))
+
+
+def tiles(dense: torch.Tensor, reduce) -> torch.Tensor:
+    """What each 128 x 128 tile of a mask holds; padding counts as not seen."""
+    rows, columns = (-size % flex.BLOCK for size in dense.shape)
+    padded = F.pad(dense, (0, columns, 0, rows)).unflatten(0, (-1, flex.BLOCK)).unflatten(2, (-1, flex.BLOCK))
+    return reduce(reduce(padded, 3), 1)
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    st.integers(2, 6),
+    st.floats(0.3, 1.0),
+    st.integers(0, 99),
+    st.floats(0.1, 1.0),
+)
+@settings(max_examples=100, deadline=None)
+def test_closed_form_blocks_are_those_of_the_dense_mask(lengths, num_depths, ratio, seed, share):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "BLOCK", 16)  # many blocks in a small mask
+        check_blocks(lengths, num_depths, ratio, seed, share)
+
+
+def check_blocks(lengths, num_depths, ratio, seed, share):
+    ids = torch.tensor([d for d, n in enumerate(lengths) for _ in range(n)])
+    supervised = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)) < share**0.2
+    generators = [torch.Generator().manual_seed(seed + d) for d in range(len(lengths))]
+    layout = sample(supervised, ids, num_depths, ratio, 0.0, generators)
+    starts = torch.tensor([sum(lengths[:d]) for d in range(len(lengths))])
+    # Any part of a layout between two chains is a block of the step; take the second half of the chains.
+    chains = (layout.depth == 1).nonzero()[:, 0]
+    for begin in {0, int(chains[len(chains) // 2]) if len(chains) else 0}:
+        anchor, depth = layout.anchor_pos[begin:], layout.depth[begin:]
+        if not anchor.numel():
+            continue
+        doc_start = starts[ids[anchor]]
+        seen = Seen(anchor, depth, int(doc_start[0]), int(anchor[-1]) + 1, ids, doc_start)
+        some, everything = flex.key_blocks(anchor, depth, doc_start, seen.first, seen.last - seen.first)
+        assert torch.equal(everything & ~tiles(seen.padded, torch.all), torch.zeros_like(everything))
+        missed = tiles(seen.padded, torch.any) & ~(some | everything)
+        assert not missed.any()
+        assert not (some & everything).any()
+
+
+def test_a_long_document_is_mostly_whole_blocks():
+    """Whole blocks are what makes the kernel fast: all but the rim of the triangle must be found."""
+    ids = torch.zeros(2048, dtype=torch.int64)
+    layout = full(torch.ones(2048, dtype=torch.bool), ids, 2)
+    start = torch.zeros_like(layout.anchor_pos)
+    some, everything = flex.key_blocks(layout.anchor_pos, layout.depth, start, 0, 2047)
+    assert everything.sum() >= 15 * 16 // 2 - 15
+    assert some.sum() <= 4 * 16
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_flex_equals_sdpa_forward_and_backward(kv_heads):
+    torch.manual_seed(0)
+    ids = torch.tensor([0] * 90 + [1] * 110)
+    layout = full(torch.ones(200, dtype=torch.bool), ids, 3)
+    doc_start = torch.tensor([0, 90])[ids[layout.anchor_pos]]
+    seen = Seen(layout.anchor_pos, layout.depth, 0, int(layout.anchor_pos[-1]) + 1, ids, doc_start)
+    shapes = [(layout.num_slots, 4, 16), *[(seen.last, kv_heads, 16)] * 2, *[(layout.num_slots, kv_heads, 16)] * 2]
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weight = torch.randn(layout.num_slots, 64, dtype=torch.float64)
+    found = {}
+    for name in ("sdpa", "flex", "reference"):
+        out = rollout_attention(name, *tensors, seen)
+        found[name] = [out, *torch.autograd.grad((out * weight).sum(), tensors)]
+    for name in ("flex", "reference"):
+        for ours, theirs in zip(found[name], found["sdpa"]):
+            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("block", [60, WHOLE])
+def test_step_with_flex_equals_speculators(path, block):
+    found = compare(path, "flex", block, 64, False)
+    assert found["loss_error"] <= 1e-5
+    assert found["gradient_error"] <= 1e-4
