@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union
 import typer
 from pydantic.fields import FieldInfo
 
+from peagle.cli.help import Command
 from peagle.config import StageConfig, read_yaml
 from peagle.errors import ConfigError
 
@@ -71,7 +72,7 @@ def add_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = _unwrapped(inspect.getdoc(run) or "")
-    app.command(name, rich_help_panel=panel)(command)
+    app.command(name, rich_help_panel=panel, cls=Command)(command)
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     if annotation is bool:
         help_text += f" (default: {'on' if default else 'off'})"
-    elif default not in (None, (), []):
+    elif default not in (None, (), [], ""):
         help_text += f" (default: {_shown(default)})"
     if extra.get("positional"):
         kind = annotation if typing.get_origin(annotation) is list else annotation | None
@@ -109,8 +110,19 @@ def _option(
     key: str, kind: Any, names: str | list[str], text: str, panel: str, default: Any = None
 ) -> inspect.Parameter:
     names = [names] if isinstance(names, str) else names
-    option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+    option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, metavar=_takes(kind))
     return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _takes(kind: Any) -> str | None:
+    """What a flag's value is called in `--help`; None for a flag without one."""
+    members = [member for member in typing.get_args(kind) if member is not type(None)]
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        kind = members[0]
+    if typing.get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+    names = {bool: None, int: "N", float: "X", Path: "PATH"}
+    return "TEXT ..." if typing.get_origin(kind) is list else names.get(kind, "TEXT")
 
 
 def _plain(annotation: Any) -> Any:

@@ -1,0 +1,60 @@
+"""`--help` of one command: flags whole, grouped by what they are for, each with what it takes and means."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+_NAMES_WIDTH = 34
+_INDENT = 2
+
+
+class Command(TyperCommand):
+    """A command whose help never cuts a flag's name, whatever the terminal's width."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, description and the groups of flags."""
+        width = max(60, min(110, shutil.get_terminal_size((100, 24)).columns))
+        arguments = [p for p in self.params if p.param_type_name == "argument"]
+        shown = " ".join(str(p.name).upper() for p in arguments)
+        formatter.write(f"Usage: {ctx.command_path} {shown}{' ' if shown else ''}[FLAGS]\n\n")
+        for paragraph in (self.help or "").split("\n\n"):
+            if paragraph.startswith(" "):
+                formatter.write(paragraph.rstrip() + "\n\n")
+            else:
+                formatter.write(textwrap.fill(" ".join(paragraph.split()), width) + "\n\n")
+        groups: dict[str, list[Any]] = {"Arguments": arguments} if arguments else {}
+        for parameter in self.params:
+            if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False):
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or "Output", []).append(parameter)
+        groups["Output"] = groups.pop("Output", [])  # what every command has stands last
+        for name, parameters in groups.items():
+            if parameters:
+                formatter.write(typer.style(name, bold=True) + "\n")
+                for parameter in parameters:
+                    formatter.write(entry(names(parameter), getattr(parameter, "help", "") or "", width))
+                formatter.write("\n")
+
+
+def names(parameter: Any) -> str:
+    """How a parameter is typed: its names and, for a flag with a value, what it takes."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.name).upper()
+    is_off = (getattr(parameter, "help", "") or "").endswith("(default: off)")
+    shown = ", ".join(parameter.opts) + ("" if is_off else "".join(f" / {name}" for name in parameter.secondary_opts))
+    takes = getattr(parameter, "metavar", None)
+    return f"{shown} {takes}" if takes else shown
+
+
+def entry(left: str, text: str, width: int) -> str:
+    """One flag: its help beside it if it fits, below it otherwise."""
+    margin = " " * (_INDENT + _NAMES_WIDTH + 2)
+    lines = textwrap.wrap(text, width - len(margin)) or [""]
+    first = " " * _INDENT + left
+    if len(left) <= _NAMES_WIDTH:
+        first += " " * (_NAMES_WIDTH - len(left) + 2) + lines.pop(0)
+    return "\n".join([first.rstrip(), *(margin + line for line in lines)]) + "\n"

@@ -1,0 +1,53 @@
+"""`--help` fits its purpose: every command says what it does, flags are whole, grouped, and show their defaults."""
+
+from __future__ import annotations
+
+import pytest
+
+from peagle.cli.help import entry
+from peagle.cli.main import COMMANDS, main
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("columns", ["60", "100"])
+def test_help_of_every_command_is_whole_at_any_width(name, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"Usage: peagle {name}")
+    assert "…" not in shown
+    assert "PydanticUndefined" not in shown
+    assert "--config PATH" in shown
+    described = shown.split("\n\n")[1]
+    assert len(described) > 20
+
+
+def test_flags_stand_in_the_groups_of_their_config_and_show_defaults(capsys):
+    main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.index("\nPaths\n") < shown.index("\nOptimizer\n") < shown.index("\nOutput\n")
+    assert "--loss-fn {kl_div,ce,tv}" in shown
+    assert "--num-depths N" in shown
+    assert "(default: 4)" in shown
+
+
+def test_a_long_name_puts_its_help_on_the_next_line():
+    assert entry("--x", "short", 80) == "  --x" + " " * 33 + "short\n"
+    lines = entry("--a-name-that-is-longer-than-the-column N", "help", 80).splitlines()
+    assert lines[1].strip() == "help"
+
+
+def test_the_list_of_commands_is_grouped(capsys):
+    main(["--help"])
+    shown = capsys.readouterr().out
+    for panel in ("Start here", "Data", "Train", "Measure and serve"):
+        assert panel in shown
+
+
+def test_a_wrong_flag_a_wrong_command_and_no_command_are_one_line_or_help(capsys):
+    assert main(["train", "--no-such-flag"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["run", "--until", "x", "--recipe"]) == 2
+    assert main(["--version"]) == 0
