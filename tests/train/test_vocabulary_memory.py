@@ -1,0 +1,124 @@
+"""R08: a large vocabulary is never held in full, in training or in validation, and the loss is the naive one."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from peagle import layout
+from peagle.drafter import Drafter, DrafterConfig
+from peagle.states.batch import Batch
+from peagle.train.loss import verifier_choices
+from peagle.train.step import StepSettings, train_step, validate_step
+from peagle.verifier.weights import VerifierHead
+from tests.train.problem import drafter_config
+
+TOKENS, VOCAB, DRAFT, HIDDEN = 512, 32_768, 2_048, 16
+NAIVE_BYTES = TOKENS * VOCAB * 4
+SETTINGS = StepSettings("kl_div", None, "sdpa", 128, 32, False)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made inside it that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+            if place in inputs or place in self._known or size == 0:
+                continue
+            self._known.add(place)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(tensor, self._free, place, size)
+        return out
+
+    def _free(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.live -= size
+
+
+@pytest.fixture(scope="module")
+def problem():
+    made = torch.Generator().manual_seed(0)
+    draft_ids = torch.arange(DRAFT) * 16
+    values = {**drafter_config(num_layers=1).model_dump(), "vocab_size": VOCAB, "draft_vocab_size": DRAFT}
+    model = Drafter(DrafterConfig.build(values))
+    head = VerifierHead(torch.ones(HIDDEN), 1e-6, torch.randn(VOCAB, HIDDEN, generator=made), 1.0, None)
+    with torch.no_grad():
+        model.d2t.copy_(draft_ids - torch.arange(DRAFT))
+        model.lm_head.weight.copy_(head.weight[draft_ids])
+    model.lm_head.weight.requires_grad_(False)
+    batch = Batch(
+        torch.randint(VOCAB, (TOKENS,), generator=made),
+        torch.randn(TOKENS, 3 * HIDDEN, generator=made),
+        torch.arange(TOKENS),
+        torch.zeros(TOKENS, dtype=torch.int64),
+        torch.arange(TOKENS),
+        torch.randn(TOKENS, HIDDEN, generator=made),
+        ("row",),
+    )
+    return model, head, draft_ids, batch
+
+
+def naive(model: Drafter, head: VerifierHead, draft_ids: torch.Tensor, batch: Batch) -> tuple[float, float]:
+    """Loss sum and correct choices at depth 0, from whole logits."""
+
+    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
+        )
+        return out.transpose(0, 1).flatten(1)
+
+    with torch.no_grad():
+        states = model.layers_pass(*model.embed_pairs(batch.pair_ids, batch.aux_states), batch.rope_pos, attend)
+        ours = F.log_softmax(model.logits(states), -1)
+        whole = head.logits(head.normed(batch.last_states))
+        theirs = F.log_softmax(whole[:, draft_ids], -1)
+        loss = (theirs.exp() * (theirs - ours)).sum()
+        correct = (draft_ids[ours.argmax(-1)] == whole.argmax(-1)).sum()
+    return loss.item(), correct.item()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_R08_the_vocabulary_is_never_held_in_full(problem, training):
+    model, head, draft_ids, batch = problem
+    drafted = head.restricted(draft_ids)
+    slots = layout.full(batch.is_supervised, batch.document_ids, 1)
+    with LiveBytes() as meter:
+        choices = verifier_choices(head, head.normed(batch.last_states), draft_ids, SETTINGS.chunk_rows)
+        if training:
+            result = train_step(model, drafted, batch, slots, float(TOKENS), SETTINGS, choices)
+        else:
+            result = validate_step(model, drafted, batch, slots, SETTINGS, choices)
+    loss, correct = naive(model, head, draft_ids, batch)
+    assert result.loss_sum.sum().item() == pytest.approx(loss, rel=1e-5)
+    assert result.correct.sum().item() == correct
+    # The gradient of the embedding is as large as the embedding; what grows with tokens x vocabulary is what must not.
+    embedding_bytes = 2 * VOCAB * HIDDEN * 4 if training else 0
+    assert meter.peak - embedding_bytes < NAIVE_BYTES / 4
+
+
+def test_the_meter_sees_what_is_held():
+    with LiveBytes() as meter:
+        one = torch.zeros(1000)
+        two = one + 1
+        del one
+        three = two[:10] * 2
+    assert meter.peak == 8000
+    assert meter.live == 4040
+    assert three.numel() == 10
