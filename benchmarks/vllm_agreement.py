@@ -261,7 +261,12 @@ def extract_rate_ratio(verifier: Path, rows: Sequence[list[int]], work: Path, ro
         plain_server(verifier, options, work / "plain.log") as plain_url,
     ):
         source = EndpointSource(
-            facts, aux, EndpointSettings((extract_url,), None, None, 16, policy, work / "shared"), "rate", False
+            facts,
+            aux,
+            "float32",
+            EndpointSettings((extract_url,), None, None, 16, policy, work / "shared"),
+            "rate",
+            False,
         )
         endpoint = Endpoint(plain_url, None, policy, 16)
         endpoint.model(None)
@@ -311,10 +316,10 @@ def plain_server(verifier: Path, options: Sequence[str], log: Path) -> Any:
 
 
 def toy(family: str, folder: Path) -> Path:
-    """A random verifier of a family, of a shape that vLLM's CPU kernels take."""
+    """A random verifier of a family, with heads of 32: vLLM's CPU kernels take no smaller ones."""
     from tests.fakes import tiny_verifier
 
-    return tiny_verifier(folder / family, family, head_dim=32)
+    return tiny_verifier(folder / family, family, hidden_size=128, head_dim=32)
 
 
 def question_prompts(verifier: Path, file: Path, count: int) -> list[list[int]]:

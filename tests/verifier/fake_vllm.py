@@ -39,6 +39,7 @@ class FakeServer:
         self.folder, self.name, self.fault = folder / "in-flight", name, fault
         self.layer_ids, self.max_model_len = [2, 4, 5, 8], 256
         self.facts: dict[str, Any] = {}
+        self.verifier: Any = None  # a TransformersVerifier whose states and choices are given instead
         self.has_connector = True
         self.health, self.write_delay_s = 200, 0.0
         self.write: Callable[[FakeServer, str, list[int]], None] = FakeServer.write_states
@@ -47,6 +48,7 @@ class FakeServer:
         self.metrics = ""
         self.most_open = self._open = 0
         self._lock = threading.Lock()
+        self._model = threading.Lock()
         self._connections: set[socket.socket] = set()
         self.folder.mkdir(parents=True, exist_ok=True)
         fake = self
@@ -86,7 +88,9 @@ class FakeServer:
                 try:
                     answer = fake.fault(fake, number, payload) if fake.fault else None
                     if answer is None:
-                        answer = fake.chat(payload) if "chat" in self.path else fake.complete(payload)
+                        # A real verifier is read through hooks: one request at a time.
+                        with fake._model if fake.verifier is not None else contextlib.nullcontext():
+                            answer = fake.chat(payload) if "chat" in self.path else fake.complete(payload)
                     if answer == "drop":
                         self.close_connection = True
                         self.connection.close()
@@ -136,9 +140,13 @@ class FakeServer:
         while len(generated) < payload["max_tokens"] and generated[-1] not in stops:
             generated.append((3 * generated[-1] + 7) % VOCAB)
         ended = generated[-1] in stops
+        chosen = [sum(ids[: i + 1]) % VOCAB for i in range(len(ids))]
+        if self.verifier is not None:
+            chosen = self.verifier.run([ids], (2, 4, 5), [list(range(len(ids)))])[0].choice_ids
+            generated = chosen[-1:]
         choice: dict[str, Any] = {"token_ids": generated, "finish_reason": "stop" if ended else "length"}
         if payload.get("prompt_logprobs"):
-            tops = [{str(sum(ids[: i + 1]) % VOCAB): {"rank": 1, "logprob": -0.1}} for i in range(len(ids) - 1)]
+            tops = [{str(token): {"rank": 1, "logprob": -0.1}} for token in chosen[:-1]]
             choice["prompt_logprobs"] = [None, *tops]
         body: dict[str, Any] = {"choices": [choice]}
         name = (payload.get("kv_transfer_params") or {}).get("hidden_states_name")
@@ -163,6 +171,11 @@ class FakeServer:
 
     def write_states(self, name: str, ids: list[int]) -> None:
         """Write a right file, whole."""
+        if self.verifier is not None:
+            ((aux, last),) = self.verifier.states([ids], (2, 4, 5))
+            hidden = last.shape[1]
+            self.save(name, ids, torch.cat([aux.view(len(ids), 3, hidden), last[:, None]], 1))
+            return
         self.save(name, ids, states_of(ids, len(self.layer_ids)))
 
     def save(self, name: str, ids: list[int], states: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ def source(
 ) -> EndpointSource:
     urls = tuple(fake.url for fake in (server, *more))
     settings = EndpointSettings(urls, None, None, concurrency, policy, folder or server.folder.parent)
-    return EndpointSource(facts(name), aux, settings, "store", check)
+    return EndpointSource(facts(name), aux, "float32", settings, "store", check)
 
 
 def run(src: EndpointSource, wanted: list[TokenRow]) -> dict[str, RowStates | RowRefused]:
@@ -313,7 +313,7 @@ def test_several_endpoints_share_the_work_and_one_may_die(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "broken", ["no server", "not ready", "no list", "connector", "layers", "model", "size", "folder"]
+    "broken", ["no server", "not ready", "no list", "connector", "layers", "model", "size", "dtype", "folder"]
 )
 def test_what_cannot_work_is_refused_in_one_line_before_the_run(
     server: FakeServer, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +327,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_the_run(
         "layers": r"hands out layers \[2, 3, 5, 8\], wanted are \[2, 4, 5, 8\]; start it with --target-",
         "model": "serves verifier, but the rows are for owner/other",
         "size": "serves another model, verifier, whose hidden_size is 16; verifier has 8",
+        "dtype": "computes in bfloat16, wanted is float32; start it with `-- --dtype float32`",
         "folder": "both must see one folder",
     }[broken]
     if broken == "no server":
@@ -337,6 +338,8 @@ def test_what_cannot_work_is_refused_in_one_line_before_the_run(
         server.has_connector = False
     if broken == "layers":
         server.layer_ids = [2, 3, 5, 8]
+    if broken == "dtype":
+        server.facts = {"dtype": "bfloat16"}
     if broken == "size":
         server.facts = {"hidden_size": 16}
     with pytest.raises(EndpointError, match=said) as caught:

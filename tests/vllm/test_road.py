@@ -158,7 +158,7 @@ def test_no_file_stays_behind(road: Road) -> None:
 
 def source(road: Road, aux: tuple[int, ...] = (2, 4, 5), folder: Path | None = None) -> EndpointSource:
     settings = EndpointSettings((road.url,), None, None, 4, RetryPolicy(60.0, 2, 5.0), folder or road.work / "shared")
-    return EndpointSource(load_facts(str(road.verifier), False), aux, settings, "tests", False)
+    return EndpointSource(load_facts(str(road.verifier), False), aux, "float32", settings, "tests", False)
 
 
 def test_other_layers_and_a_folder_not_shared_are_refused(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def open_source(
             policy=RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s),
             hidden_states_path=config.hidden_states_path or config.output,
         )
-        return EndpointSource(facts, spec.aux_layer_ids, settings, store, config.validate_outputs)
+        return EndpointSource(facts, spec.aux_layer_ids, spec.dtype, settings, store, config.validate_outputs)
     if config.backend == "vllm":
         from peagle.verifier.vllm_inprocess import InProcessSource
 

@@ -67,6 +67,7 @@ class EndpointSource:
     Args:
         facts: the verifier that the rows were prepared for.
         aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
+        dtype: "float32", "bfloat16" or "float16": what is to be stored; a server must not compute in less.
         settings: see `EndpointSettings`.
         store: identity of the result (its output path), for naming files.
         check_all_positions: compare a sample of rows at every position with the server's prompt log-probabilities
@@ -80,11 +81,12 @@ class EndpointSource:
         self,
         facts: VerifierFacts,
         aux_layer_ids: Sequence[int],
+        dtype: str,
         settings: EndpointSettings,
         store: str,
         check_all_positions: bool,
     ) -> None:
-        self._facts, self._settings = facts, settings
+        self._facts, self._dtype, self._settings = facts, dtype, settings
         self._wanted_layers = (*aux_layer_ids, facts.num_layers)
         self._check_all = check_all_positions
         self._folder = StatesFolder(settings.hidden_states_path, store)
@@ -168,6 +170,12 @@ class EndpointSource:
                     f"{where}: serves another model, {served.root}, whose {key} is {its}; "
                     f"{self._facts.name_or_path} has {mine}"
                 )
+        its_dtype = str(facts.get("dtype", self._dtype))
+        if its_dtype not in (self._dtype, "float32"):
+            raise EndpointError(
+                f"{where}: computes in {its_dtype}, wanted is {self._dtype}; start it with `-- --dtype {self._dtype}`, "
+                f"or extract with --dtype {its_dtype}"
+            )
         if self._settings.model is None and not is_same_model(
             self._facts.name_or_path, (served.name, served.root, str(facts.get("model", "")))
         ):
