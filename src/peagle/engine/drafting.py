@@ -100,6 +100,8 @@ class Drafting:
             drawn.append(self._draw(carried, None if uniforms is None else uniforms[:, k : k + 1]))
             if k + 1 < self._depth:
                 embeds = self._drafter.embed_tokens(drawn[-1].ids)
+                if self._drafter.config.norm_output:
+                    carried = self._drafter.norm(carried)
                 carried = self._pass(first_row, embeds, carried, [position + k for position in after])
         probs = None if uniforms is None else torch.cat([draft.probs for draft in drawn if draft.probs is not None], 1)
         return Draft(torch.cat([draft.ids for draft in drawn], 1), probs)
