@@ -24,7 +24,7 @@ from peagle.verifier.vllm_support import detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
 
-_UNDER_WAY = 256
+_UNDER_WAY = 64  # bounds the files that wait while a shard is written
 _FILE_WAIT_S = 120.0
 _CHECKED_EVERY = 50
 _LONGEST_CHECKED = 4096

@@ -167,6 +167,7 @@ def launch(config: LaunchConfig) -> int:
         logger.info("ready: %s/v1 serves %s with hidden states of layers %s", url, config.model, list(layers))
         logger.info("next: peagle extract --endpoint %s/v1 --hidden-states-path %s ...", url, config.hidden_states_path)
         return process.wait()
+    return 0  # stopped by a signal
 
 
 def start(command: ServerCommand, output: Any) -> subprocess.Popen[bytes]:
