@@ -156,6 +156,8 @@ class TrainConfig(FitConfig):
     """Kind of its layers. Unset: qwen3 for a Qwen3 verifier, else llama."""
     intermediate_size: int | None = Field(None, ge=1, json_schema_extra=_DRAFTER)
     """Width of its MLPs. Unset: the verifier's."""
+    init_layers: Literal["verifier", "random"] = Field("verifier", json_schema_extra=_DRAFTER)
+    """What the layers start from: the verifier's last ones, where they are of the same kind, or random numbers."""
     norm_before_residual: bool = Field(False, json_schema_extra=_DRAFTER)
     """Carry the normed verifier state as the first layer's residual."""
     norm_before_fc: bool = Field(False, json_schema_extra=_DRAFTER)

@@ -27,6 +27,7 @@ from peagle.train.masters import HEAD, choose_trained
 from peagle.train.open_rows import OpenRows, open_rows
 from peagle.train.resume import LAST, Keeper, discover, remove_all
 from peagle.train.trackers import Trackers, open_trackers
+from peagle.train.verifier_layers import start_from_verifier
 from peagle.verifier.facts import load_facts
 from peagle.verifier.weights import VerifierHead, load_embedding, load_head
 
@@ -90,6 +91,10 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
             head, embedding = load_head(facts), load_embedding(facts)
             draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
             drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, rows.train, config.seed)
+            if config.init_layers == "verifier" and config.from_pretrained is None:
+                hindrance = start_from_verifier(drafter, facts)
+                taken = "the verifier's last layers" if hindrance is None else f"random numbers: {hindrance}"
+                logger.info("layers start from %s", taken)
             if config.from_pretrained is not None:
                 source = load_drafter(config.from_pretrained, torch.float32, torch.device("cpu"))
                 began = warm_start(drafter, source, config.from_pretrained)
