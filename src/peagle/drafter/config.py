@@ -185,7 +185,7 @@ class DrafterConfig(StageConfig):
                 "num_key_value_heads": layers["num_key_value_heads"],
                 "head_dim": layers.get("head_dim") or layers["hidden_size"] // layers["num_attention_heads"],
                 "rms_norm_eps": layers["rms_norm_eps"],
-                "rope_parameters": _rope_of(layers),
+                "rope_parameters": rope_of(layers),
                 "max_position_embeddings": layers["max_position_embeddings"],
                 "attention_bias": bool(layers.get("attention_bias")),
                 "vocab_size": layers["vocab_size"],
@@ -214,7 +214,7 @@ class DrafterConfig(StageConfig):
             raise CheckpointError(f"{where}: {error}") from None
 
 
-def _rope_of(layers: dict[str, Any]) -> dict[str, Any]:
+def rope_of(layers: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters in today's layout, from either layout."""
     if layers.get("rope_parameters"):
         rope = dict(layers["rope_parameters"])
