@@ -193,7 +193,8 @@ def _wire(recipe: Recipe, stage: str) -> tuple[dict[str, Any], tuple[str, ...], 
         return {"model": recipe.verifier, **places}, ("model", "preprocessed_data"), states
     if stage == "train":
         paths = {"data_path": prepared, "hidden_states_path": states, "save_path": checkpoints}
-        reads = ("verifier_name_or_path", "data_path", "hidden_states_path")
+        # online and hybrid training makes its states itself: what it leaves is no input
+        reads = ("verifier_name_or_path", "data_path", *(["hidden_states_path"] if recipe.extract is not None else []))
         return {"verifier_name_or_path": recipe.verifier, **paths}, reads, checkpoints
     if stage == "check":
         return {"checkpoint": str(best)}, ("checkpoint",), best
