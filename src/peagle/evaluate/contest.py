@@ -20,6 +20,8 @@ from peagle.evaluate.baseline import TransformersBaseline
 
 TIE_GAP = 1e-4
 """Two logits closer than this are a tie: a pass over several tokens may round it another way than one over a single."""
+_HALF_ROUNDING = {torch.bfloat16: 0.02, torch.float16: 0.003}
+"""Two to three units in the last place of the largest logit."""
 _WARM_UP_TOKENS = 8
 _LAP_BATCHES = 2
 
@@ -32,14 +34,26 @@ class Difference:
     position: int
     """In the answer."""
     token: int
+    """Ours; -1 where our answer has ended."""
     own_token: int
+    """The verifier's; -1 where its answer has ended."""
     gap: float
     """The verifier's logit of its own token minus that of ours, from one plain pass."""
+    largest: float
+    """The largest logit there."""
+    dtype: torch.dtype
+    """In which the verifier computes."""
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether the two tokens are level: the one excuse that counts."""
         return abs(self.gap) < TIE_GAP
+
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether a half-precision verifier cannot tell the two apart; it then differs from itself as well, from one
+        batch or pass length to another. Never so in float32."""
+        return self.is_tie or abs(self.gap) <= _HALF_ROUNDING.get(self.dtype, 0.0) * abs(self.largest)
 
 
 @dataclass(frozen=True)
@@ -118,11 +132,10 @@ def differences(
             continue
         token = ours[place] if place < len(ours) else -1
         own_token = own[place] if place < len(own) else -1
-        gap = float("inf")
-        if token >= 0 and own_token >= 0:
-            logits = next_logits(model, [*request.prompt_ids, *own[:place]])
-            gap = float(logits[own_token] - logits[token])
-        found.append(Difference(index, place, token, own_token, gap))
+        logits = next_logits(model, [*request.prompt_ids, *own[:place]])
+        is_shorter = token < 0 or own_token < 0
+        gap = float("inf") if is_shorter else float(logits[own_token] - logits[token])
+        found.append(Difference(index, place, token, own_token, gap, float(logits.max()), model.dtype))
     return found
 
 

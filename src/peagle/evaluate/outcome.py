@@ -85,8 +85,20 @@ class Outcome:
     def is_sound(self) -> bool:
         """Something was drafted, every compared answer is the verifier's own, and replay counts as decoding does."""
         drafted = pool((dataset.total for dataset in self.datasets.values()), self.depth).num_drafts > 0
-        wrong = [one for one in self._differences() if not one.is_tie]
+        wrong = [one for one in self._differences() if not one.is_within_rounding]
         return drafted and not wrong and (self.agreement is None or self.agreement.equal is not False)
+
+    def rounding_note(self) -> str | None:
+        """Said where a half-precision verifier gives answers that differ."""
+        rounded = [one for one in self._differences() if one.is_within_rounding and not one.is_tie]
+        if not rounded:
+            return None
+        dtype = str(rounded[0].dtype).removeprefix("torch.")
+        return (
+            f"{len(rounded)} answers differ from the verifier's own where its best logits are within the rounding of "
+            f"{dtype} (largest gap {max(abs(one.gap) for one in rounded):.2g}): it differs from itself there too, from "
+            "one batch to another. --dtype float32 compares exactly"
+        )
 
     def _differences(self) -> list[Difference]:
         return [] if self.decoded is None or self.decoded.differences is None else self.decoded.differences
@@ -107,6 +119,7 @@ class Outcome:
                     "own_token": one.own_token,
                     "logit_gap": one.gap if math.isfinite(one.gap) else None,
                     "is_tie": one.is_tie,
+                    "is_within_rounding": one.is_within_rounding,
                 }
                 for one in found[:_SHOWN]
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -137,15 +138,8 @@ def _report(
 ) -> int:
     path = config.json_path
     pooled = pool((dataset.total for dataset in outcome.datasets.values()), outcome.depth)
-    verdict = table.verdict(pooled, rows_trained(folder))
-    outcome = Outcome(
-        outcome.depth,
-        outcome.datasets,
-        outcome.decoded,
-        outcome.agreement,
-        outcome.served_tokens_per_s,
-        [*outcome.notes, *([verdict] if verdict else [])],
-    )
+    more = (outcome.rounding_note(), table.verdict(pooled, rows_trained(folder)))
+    outcome = dataclasses.replace(outcome, notes=[*outcome.notes, *(note for note in more if note)])
     record = {
         "checkpoint": config.checkpoint,
         "verifier": facts.name_or_path,
