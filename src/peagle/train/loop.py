@@ -66,7 +66,8 @@ def step_settings(config: FitConfig, drafter: Drafter, num_pairs: int, world: Wo
     """How steps are computed on this machine, for packs of up to `num_pairs` pair slots."""
     attention = config.attention
     if attention == "auto":
-        attention = "flex" if world.device.type == "cuda" else "sdpa"
+        is_parallel = drafter.config.speculators_model_type == "peagle"
+        attention = "flex" if world.device.type == "cuda" and is_parallel else "sdpa"
     budget = None if config.memory_budget is None else int(config.memory_budget * (1 << 30))
     shape = drafter.config
     sizes = choose_sizes(budget, shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size, num_pairs)
