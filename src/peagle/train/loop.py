@@ -19,7 +19,7 @@ import torch
 
 from peagle import log
 from peagle.drafter import Drafter
-from peagle.errors import PeagleError, TrainingError
+from peagle.errors import ConfigError, PeagleError, TrainingError
 from peagle.train.batches import Laid, Ready, ahead, lay_out
 from peagle.train.config import FitConfig
 from peagle.train.distributed import World
@@ -65,9 +65,11 @@ def compute_dtype(config: FitConfig, device: torch.device) -> torch.dtype:
 def step_settings(config: FitConfig, drafter: Drafter, num_pairs: int, world: World) -> StepSettings:
     """How steps are computed on this machine, for packs of up to `num_pairs` pair slots."""
     attention = config.attention
+    is_parallel = drafter.config.speculators_model_type == "peagle"
     if attention == "auto":
-        is_parallel = drafter.config.speculators_model_type == "peagle"
         attention = "flex" if world.device.type == "cuda" and is_parallel else "sdpa"
+    if attention == "flex" and not is_parallel:
+        raise ConfigError("--attention flex: EAGLE-3 chains are trained with sdpa or reference")
     budget = None if config.memory_budget is None else int(config.memory_budget * (1 << 30))
     shape = drafter.config
     sizes = choose_sizes(budget, shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size, num_pairs)
