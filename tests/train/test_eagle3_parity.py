@@ -87,7 +87,7 @@ def settings_of(config: dict, tensors: dict[str, torch.Tensor], block: int, atte
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("block", "attention", "checkpoint"),
-    [(1, "sdpa", False), (7, "reference", False), (23, "sdpa", True), (10**9, "sdpa", False)],
+    [(1, "sdpa", False), (7, "reference", False), (23, "sdpa", True), (10**9, "sdpa", False), (40, "flex", False)],
 )
 def test_loss_counts_and_every_gradient_equal_the_peers_for_any_block(path, block, attention, checkpoint):
     config, tensors = read(path)

@@ -30,6 +30,7 @@ from peagle.verifier.weights import VerifierHead
 # Queries of one attention call: a call's slots see one another's keys only inside their chains, so fewer of them waste
 # less, and more of them make larger matrix products. Measured at 2,048 tokens; flat between 96 and 256.
 PART_SLOTS = 160
+FLEX_CHAIN_SLOTS = 1024
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,11 @@ def _step(
                 if masks is not None:
                     rolled = _rollout(drafter, masks, batch, base, anchor, depth, settings.attention)
                 else:
-                    heads = HEADS[settings.attention]
-                    rolled = chain_rollout(drafter, batch, base, anchor, depth, heads, PART_SLOTS)
+                    # A chain's steps lie apart among the keys: no closed form for flex, so sdpa, in larger parts.
+                    is_flex = settings.attention == "flex"
+                    heads = HEADS["sdpa" if is_flex else settings.attention]
+                    part_slots = FLEX_CHAIN_SLOTS if is_flex else PART_SLOTS
+                    rolled = chain_rollout(drafter, batch, base, anchor, depth, heads, part_slots)
         # Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
         pairs = torch.arange(block.first_anchor, block.last_anchor, device=anchor.device)
         pairs = pairs[batch.is_supervised[pairs]]
