@@ -72,7 +72,10 @@ def taught(verifier, kind: str = "peagle", num_steps: int = 60, **changes):
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
-@pytest.mark.parametrize(("kind", "changes"), [("peagle", {}), ("peagle", {"draft_vocab_size": 6}), ("eagle3", {})])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("peagle", {}), ("peagle", {"draft_vocab_size": 6}), ("eagle3", {}), ("eagle3", {"norm_output": True})],
+)
 def test_replay_gives_exactly_the_counts_of_decoding(verifier, kind: str, changes: dict, depth: int):
     drafter = taught(verifier, kind, **changes)
     asked = items(12, 40, seed=depth)

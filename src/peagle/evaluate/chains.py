@@ -77,13 +77,14 @@ class _Chain:
         """Logits of EAGLE-3's steps, [num_anchors, depth, draft_vocab_size]."""
         logits = []
         for k in range(depth):
-            logits.append(self._drafter.logits(self._drafter.norm(carried)))
+            normed = self._drafter.norm(carried)
+            logits.append(self._drafter.logits(normed))
             if k + 1 < depth:
                 if said_ids is None:
                     ids = self._drafter.to_verifier_ids(logits[-1].argmax(-1))
                 else:
                     ids = said_ids[(self._anchors + k).clamp(max=len(said_ids) - 1)][:, None]
-                entered = self._drafter.enter(self._drafter.embed_tokens(ids), carried)
+                entered = self._drafter.enter(self._drafter.embed_tokens(ids), self._drafter.fed_back(carried, normed))
                 carried = self._drafter.carried_pass(entered, self._positions(k + 1, 1), self._attend)
         return torch.cat(logits, 1)
 

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from peagle.data import Conversation, ReadyRow, Rejected, TokenRow, UnusableRow, load_prepared, read_rows, render_prompt
@@ -15,6 +16,7 @@ from peagle.evaluate.config import EvaluateConfig
 logger = logging.getLogger(__name__)
 DEFAULT_LIMIT = 512
 _NAMED = 5
+_BLANK_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,27 @@ def in_turn(sources: Sequence[str]) -> list[int]:
     return [index for _, index in sorted(ranks)]
 
 
+def _is_empty_file(spec: str) -> bool:
+    """An empty file of prompts measures nothing, which is said in the report; it is no error of its own."""
+    path = Path(spec)
+    if not path.exists() and "=" in spec:
+        path = Path(spec.partition("=")[2])
+    return path.is_file() and path.stat().st_size < _BLANK_BYTES and not path.read_bytes().strip()
+
+
 def _data_rows(config: EvaluateConfig, tokenizer: Any, found: Read) -> Iterator[tuple[TokenRow, list[int] | None]]:
     if config.chat_template is not None:
         try:
             tokenizer.chat_template = config.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--chat-template {config.chat_template}: cannot be read ({error})") from None
-    for item in read_rows(config.data, config.max_samples, "chat"):
+    specs = []
+    for spec in config.data:
+        if _is_empty_file(spec):
+            found.drop(spec, "the file is empty")
+        else:
+            specs.append(spec)
+    for item in read_rows(specs, config.max_samples, "chat"):
         found.read += 1
         where = f"{item.origin}:{item.line}"
         if isinstance(item, Rejected):

@@ -77,6 +77,12 @@ class Outcome:
                 f"speed: {speed['tokens_per_s']:.1f} tokens/s, plain decoding {speed['plain_tokens_per_s']:.1f} "
                 f"({speed['plain_by']}): {speed['speedup']:.2f} times"
             )
+            if speed["draft_ms_per_pass"]:
+                found.append(
+                    f"time per pass: drafting {speed['draft_ms_per_pass']:.2f} ms, verifying "
+                    f"{speed['verify_ms_per_pass']:.2f} ms; plainly decoded, a token takes "
+                    f"{speed['plain_ms_per_token']:.2f} ms"
+                )
         elif speed["tokens_per_s"]:
             found.append(f"speed: {speed['tokens_per_s']:.1f} tokens/s over all requests under way")
         return found
