@@ -115,7 +115,7 @@ QWEN3 = """{%- set ns = namespace(last=-1) -%}
 # Qwen3-Thinking: the generation prompt opens the block.
 QWEN3_THINKING = QWEN3.replace(
     "{%- if enable_thinking is defined and not enable_thinking -%}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif -%}",
-    "{{ '<think>\\n' }}",
+    "{{- '<think>\\n' }}",
 )
 
 # DeepSeek-R1: the prompt opens the block, and every rendering drops what was thought.

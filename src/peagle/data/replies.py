@@ -11,12 +11,13 @@ import re
 from dataclasses import dataclass
 
 from peagle.data.conversation import Conversation, Message, UnusableRow
+from peagle.data.shape import CLOSING, CLOSING_TAG, OPENING_TAG, ThinkFormat, opening_of, split_thought
 from peagle.data.template import ChatTemplate
 
-_WORD = r"(?:[\w-]+:)?(?:thinking|think|thought|reasoning|reason)"
-SUPPLIED = re.compile(rf"(<\|?{_WORD}\|?>)(\s*)(?:(<\|?/{_WORD}\|?>)\s*)?$")
-"""An opening think tag (perhaps with its closing tag) at the end of a generation prompt."""
-CLOSING = re.compile(rf"<\|?/{_WORD}\|?>")
+SUPPLIED = re.compile(rf"(?:(?P<opening>{OPENING_TAG})(?P<space>\s*)(?:{CLOSING_TAG}\s*)?|{CLOSING_TAG}\s*)$")
+"""What a generation prompt may end with: an opening think tag, an empty think block, or a closing tag alone."""
+EMPTY_BLOCK = re.compile(rf"\s*(?:{OPENING_TAG}\s*)?{CLOSING_TAG}\s*")
+"""What a template may print in front of a reply whose reasoning it drops."""
 _PROBE = "\ue000reply\ue000"
 
 
@@ -36,6 +37,27 @@ class Reply:
     """What was unusual, for the counts of the run."""
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A rendering that begins with the prompt, or with its header: the prompt less the think tags at its end."""
+
+    prompt: str
+    """What is sent."""
+    remainder: str
+    """What the rendering has behind the prompt, or behind the header."""
+    is_whole: bool
+    """Whether it is behind the whole prompt."""
+    is_plain: bool
+    """Whether it is the rendering of the conversation as it is."""
+    supplied: re.Match[str] | None
+    """The think tags at the end of the prompt."""
+
+    @property
+    def header(self) -> str:
+        """The prompt without these tags."""
+        return self.prompt[: self.supplied.start()] if self.supplied else self.prompt
+
+
 def reply_of(template: ChatTemplate, conversation: Conversation, index: int) -> Reply:
     """Find prompt and reply of the assistant turn `index`.
 
@@ -43,92 +65,119 @@ def reply_of(template: ChatTemplate, conversation: Conversation, index: int) -> 
 
     - The generation prompt ends with an opening think tag and the reply holds the closing tag only, because it was
       recorded as generated: the reply follows the prompt as it is.
-    - The rendering drops the reply's reasoning (DeepSeek-R1's template, from field or content): it is put back where
-      the model wrote it, if the template names think tags at all.
-    - The reply has no think block where the generation prompt opens one: it starts at the header without the tag.
+    - The rendering drops the reply's reasoning (DeepSeek-R1, Kimi-K2): it is put back where the model wrote it, if the
+      template names think tags at all.
+    - The reply has no think block where the generation prompt opens (or closes) one: it starts at the header.
+    - Adding the reply makes the template drop the reasoning of earlier tool calls (GPT-OSS, Kimi-K2): the reply is read
+      off a rendering without that reasoning, and follows the prompt that has it.
 
     Raises:
         UnusableRow: the template refuses the turns, or its prompt is no prefix of its rendering.
     """
     message = conversation.messages[index]
+    seen = _seen(template, conversation, index)
+    opens = seen.supplied is not None and not CLOSING.search(seen.supplied.group())
+    content, reasoning = message["content"], message.get("reasoning_content")
+    closing = CLOSING.search(content)
+    if opens and closing is not None and not reasoning and opening_of(closing.group()) not in content:
+        note = "reply continues the prompt's think tag"
+        return Reply(index, seen.prompt, seen.prompt + content + _behind(template, conversation, index), False, (note,))
+    thought = reasoning or (split_thought(content) or ("", ""))[0]
+    if thought.strip() and thought.strip() not in seen.remainder:
+        block = _think_block(template, message, seen.supplied)
+        if block is not None:
+            return _with_thought(template, conversation, index, seen, block)
+    notes = []
+    if thought.strip() and thought.strip() not in seen.remainder:
+        notes.append("reasoning left out: the template has no place for it")
+    if not seen.is_plain:
+        notes.append("earlier reasoning is dropped once the reply is there")
+    if not seen.is_whole:
+        notes.append("reply does not open with the prompt's think block")
+    if not seen.remainder.strip():
+        raise UnusableRow("template drops the reply", f"nothing is rendered for turn {index + 1}")
+    prompt = seen.prompt if seen.is_whole else seen.header
+    return Reply(index, prompt, prompt + seen.remainder, seen.is_plain, tuple(notes))
+
+
+def _seen(template: ChatTemplate, conversation: Conversation, index: int) -> _Seen:
+    """Render the prompt and the turn behind it, and see that the one begins the other."""
     prompt = template.render(conversation, index, True)
     rendered = template.render(conversation, index + 1, False)
     supplied = SUPPLIED.search(prompt)
-    opens = supplied is not None and supplied.group(3) is None
-    content, reasoning = message["content"], message.get("reasoning_content")
-    closing = CLOSING.search(content)
-    opened = closing is not None and _opening_of(closing.group()) in content[: closing.start()]
-    if opens and closing is not None and not opened and not reasoning:
-        return _built(template, conversation, index, prompt, content, "reply continues the prompt's think tag")
-    lost = _lost_reasoning(template, message, closing.start() if closing and opened else None, rendered)
-    if lost is not None:
-        return _with_reasoning(template, conversation, index, prompt, lost)
-    notes: tuple[str, ...] = ()
-    if reasoning and reasoning.strip() not in rendered:
-        notes = ("reasoning left out: the template has no place for it",)
-    if rendered.startswith(prompt):
-        return _checked(Reply(index, prompt, rendered, True, notes))
-    if supplied is not None and rendered.startswith(prompt[: supplied.start()]):
-        notes = (*notes, "reply does not open with the prompt's think block")
-        return _checked(Reply(index, prompt[: supplied.start()], rendered, True, notes))
+    header = prompt[: supplied.start()] if supplied else prompt
+    if rendered.startswith(header):
+        is_whole = rendered.startswith(prompt)
+        return _Seen(prompt, rendered[len(prompt if is_whole else header) :], is_whole, True, supplied)
+    history = conversation.messages[:index]
+    bare = [{key: value for key, value in turn.items() if key != "reasoning_content"} for turn in history]
+    if bare != list(history):
+        given = (conversation.tools, conversation.template_options)
+        bare_prompt = template.render_messages(bare, *given, True)
+        bare_rendered = template.render_messages([*bare, conversation.messages[index]], *given, False)
+        bare_header = bare_prompt[: len(bare_prompt) - (len(prompt) - len(header))]
+        if rendered == bare_rendered and rendered.startswith(bare_header):
+            is_whole = rendered.startswith(bare_prompt)
+            remainder = rendered[len(bare_prompt if is_whole else bare_header) :]
+            return _Seen(prompt, remainder, is_whole, False, supplied)
     raise UnusableRow("unstable template", _difference(prompt, rendered, index))
 
 
-def _checked(reply: Reply) -> Reply:
-    if not reply.text[len(reply.prompt) :].strip():
-        raise UnusableRow("template drops the reply", f"nothing is rendered for turn {reply.index + 1}")
-    return reply
-
-
-def _opening_of(closing: str) -> str:
-    return closing.replace("/", "", 1)
-
-
-def _lost_reasoning(template: ChatTemplate, message: Message, inline_end: int | None, rendered: str) -> str | None:
-    """The reply with its reasoning as the model wrote it, if the rendering lacks the reasoning; else None."""
+def _think_block(template: ChatTemplate, message: Message, supplied: re.Match[str] | None) -> str | None:
+    """The reasoning of a turn with its tags and white space, as the model wrote it; None where that is unknown."""
     content = str(message["content"])
-    reasoning = message.get("reasoning_content")
-    if inline_end is not None:
-        closing = CLOSING.search(content)
-        assert closing is not None
-        opening = _opening_of(closing.group())
-        thought = content[content.index(opening) + len(opening) : inline_end].strip()
-        return content if thought and thought not in rendered else None
-    if not reasoning or reasoning.strip() in rendered:
+    closing = CLOSING.search(content)
+    if "reasoning_content" not in message and closing is not None:
+        _, text = split_thought(content) or ("", content)
+        block = content[: len(content) - len(text)]
+        return block if opening_of(closing.group()) in block else opening_of(closing.group()) + block
+    how = template.shape.think_format or _guessed_format(template, supplied)
+    if how is None:
         return None
+    return f"{how.opening}{how.before}{message['reasoning_content'].strip()}{how.after}{how.closing}{how.gap}"
+
+
+def _guessed_format(template: ChatTemplate, supplied: re.Match[str] | None) -> ThinkFormat | None:
+    """The format of a template that never prints reasoning: tags on lines of their own, unless its prompt opens
+    the block without a line feed."""
     closing = CLOSING.search(template.text)
     if closing is None:
         return None
-    return f"{_opening_of(closing.group())}\n{reasoning.strip()}\n{closing.group()}\n\n{content}"
+    on_lines = supplied is None or not supplied["opening"] or "\n" in supplied["space"]
+    line, gap = ("\n", "\n\n") if on_lines else ("", "")
+    return ThinkFormat(opening_of(closing.group()), line, line, closing.group(), gap)
 
 
-def _with_reasoning(
-    template: ChatTemplate, conversation: Conversation, index: int, prompt: str, full_reply: str
-) -> Reply:
-    """Put the reply behind the prompt, less an opening tag that the prompt has supplied already."""
-    note = "reasoning put back that the template drops"
-    supplied = SUPPLIED.search(prompt)
-    if supplied is None:
-        return _built(template, conversation, index, prompt, full_reply, note)
-    if supplied.group(3) is not None:  # thinking is switched off in the prompt, yet the reply thinks
-        return _built(template, conversation, index, prompt[: supplied.start()], full_reply, note)
-    before, _, behind = full_reply.partition(supplied.group(1))
-    if before.strip():
-        return _built(template, conversation, index, prompt[: supplied.start()], full_reply, note)
-    shared = supplied.group(2)
-    return _built(template, conversation, index, prompt, behind.removeprefix(shared), note)
+def _with_thought(template: ChatTemplate, conversation: Conversation, index: int, seen: _Seen, block: str) -> Reply:
+    """Put a think block in front of a reply that was rendered without it, less the tag that the prompt supplies.
 
-
-def _built(template: ChatTemplate, conversation: Conversation, index: int, prompt: str, reply: str, note: str) -> Reply:
-    """A reply put together from what was generated and what the template puts behind a reply."""
+    A prompt that closes its think block switches thinking off; a reply that thinks all the same begins before it.
+    """
     message = conversation.messages[index]
-    probe = {"role": "assistant", "content": _PROBE}
-    messages = [*conversation.messages[:index], probe]
+    prompt, supplied = seen.prompt, seen.supplied
+    if supplied is not None:
+        opening = supplied["opening"] or ""
+        if opening and not CLOSING.search(supplied.group()) and block.lstrip().startswith(opening):
+            block = block.lstrip().removeprefix(opening).removeprefix(supplied["space"])
+        else:
+            prompt = seen.header
+    if message.get("tool_calls") or "reasoning_content" in message:
+        empty = EMPTY_BLOCK.match(seen.remainder)
+        rest = seen.remainder[empty.end() :] if empty else seen.remainder
+    else:  # the text behind the block, letter for letter
+        rest = str(message["content"])
+        rest = (split_thought(rest) or ("", rest))[1] + _behind(template, conversation, index)
+    return Reply(index, prompt, prompt + block + rest, False, ("reasoning put back that the template drops",))
+
+
+def _behind(template: ChatTemplate, conversation: Conversation, index: int) -> str:
+    """What the template puts behind the text of this reply."""
+    messages = [*conversation.messages[:index], {"role": "assistant", "content": _PROBE}]
     rendered = template.render_messages(messages, conversation.tools, conversation.template_options, False)
     place = rendered.rfind(_PROBE)
-    if place < 0 or message.get("tool_calls"):
-        raise UnusableRow("template drops the reply", f"the reasoning of turn {index + 1} cannot be put back")
-    return _checked(Reply(index, prompt, prompt + reply + rendered[place + len(_PROBE) :], False, (note,)))
+    if place < 0:
+        raise UnusableRow("template drops the reply", f"the text of turn {index + 1} is not rendered")
+    return rendered[place + len(_PROBE) :]
 
 
 def _difference(prompt: str, rendered: str, index: int) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peagle.data.conversation import Conversation, Message, UnusableRow
-from peagle.data.turns import REASONING_KEYS
+from peagle.data.shape import Shape
 from peagle.errors import TemplateError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE_CALL = {"type": "function", "id": "probe0001", "function": {"name": "probe_name", "arguments": {"k_probe": "v"}}}
-_PROBE_RESULT = "probe_result"
 _CACHE: weakref.WeakKeyDictionary[Any, ChatTemplate] = weakref.WeakKeyDictionary()
 
 
@@ -34,20 +31,14 @@ def render_prompt(tokenizer: Any, conversation: Conversation) -> list[int]:
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer, with the facts that every rendering needs.
-
-    Messages are handed over in the shape that this template reads: reasoning under the key it asks for, and tool
-    arguments as an object or, for the few templates that paste them in as they are, as JSON text.
-    """
+    """The chat template of one tokenizer; turns are handed over in the shape that it reads."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self.options = dict(options)
         self.text = template_text(tokenizer)
         self.has_generation_tags = bool(GENERATION_TAG.search(self.text)) and bool(tokenizer.is_fast)
-        self.reasoning_keys = tuple(
-            key for key in REASONING_KEYS if re.search(rf"(?:\.|['\"]){key}\b(?!\s*=)", self.text)
-        )
+        self.shape = Shape(self.text, self._render_bare)
 
     @staticmethod
     def of(tokenizer: Any) -> ChatTemplate:
@@ -64,8 +55,10 @@ class ChatTemplate:
             UnusableRow: the template refuses these turns, or is known to drop the tool turns among them.
         """
         messages = conversation.messages[:num_messages]
-        self._refuse_what_it_drops(messages)
-        return self.render_messages(messages, conversation.tools, conversation.template_options, add_generation_prompt)
+        options = conversation.template_options
+        rendered = self.render_messages(messages, conversation.tools, options, add_generation_prompt)
+        self.shape.refuse_what_it_drops(messages, rendered)
+        return rendered
 
     def render_messages(
         self,
@@ -75,12 +68,12 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """Render turns given one by one; options of the row win over those of the run."""
-        shaped = [self.shape(message) for message in messages]
+        shaped = [self.shape.of(message) for message in messages]
         return self._apply(shaped, tools, options, add_generation_prompt=add_generation_prompt, tokenize=False)
 
     def tagged_mask(self, conversation: Conversation, num_messages: int) -> tuple[list[int], list[int]]:
         """Ids and assistant mask of the first `num_messages` turns, as the template's generation tags have it."""
-        shaped = [self.shape(message) for message in conversation.messages[:num_messages]]
+        shaped = [self.shape.of(message) for message in conversation.messages[:num_messages]]
         found = self._apply(
             shaped,
             conversation.tools,
@@ -92,6 +85,9 @@ class ChatTemplate:
             tokenizer_kwargs={"verbose": False},
         )
         return list(found["input_ids"]), list(found["assistant_masks"])
+
+    def _render_bare(self, messages: list[Message], add_generation_prompt: bool) -> str:
+        return self._apply(messages, (), {}, add_generation_prompt=add_generation_prompt, tokenize=False)
 
     def _apply(self, messages: list[Message], tools: Any, options: Mapping[str, Any], **how: Any) -> Any:
         try:
@@ -111,71 +107,6 @@ class ChatTemplate:
             text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         return list(found["input_ids"])
-
-    def shape(self, message: Message) -> Message:
-        """A turn with the keys and argument form that this template reads."""
-        reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
-        if reasoning is None and calls is None:
-            return message
-        shaped = dict(message)
-        if reasoning is not None:
-            shaped.update(dict.fromkeys(self.reasoning_keys, reasoning))
-        if calls is not None and self.wants_arguments_as_text:
-            shaped["tool_calls"] = [_with_text_arguments(call) for call in calls]
-        return shaped
-
-    @functools.cached_property
-    def wants_arguments_as_text(self) -> bool:
-        """Whether tool arguments must be JSON text: an object makes the template fail or prints Python's notation."""
-        shown = {form: self._probe([_probe_call(form)]) for form in ("object", "text")}
-        as_object, as_text = shown["object"], shown["text"]
-        if as_text is None or '{"k_probe"' not in as_text:
-            return False
-        return as_object is None or "{'k_probe'" in as_object
-
-    @functools.cached_property
-    def keeps_calls(self) -> bool:
-        """Whether a tool call appears in the text; True where a probe cannot tell."""
-        form = "text" if self.wants_arguments_as_text else "object"
-        text = self._probe([_probe_call(form)])
-        return text is None or "probe_name" in text
-
-    @functools.cached_property
-    def keeps_results(self) -> bool:
-        """Whether a tool's result appears in the text; True where a probe cannot tell."""
-        form = "text" if self.wants_arguments_as_text else "object"
-        result = {"role": "tool", "content": _PROBE_RESULT, "tool_call_id": "probe0001", "name": "probe_name"}
-        text = self._probe([_probe_call(form), result])
-        return text is None or _PROBE_RESULT in text
-
-    def _probe(self, messages: list[Message]) -> str | None:
-        try:
-            return self._apply(
-                [{"role": "user", "content": "a"}, *messages], (), {}, add_generation_prompt=False, tokenize=False
-            )
-        except UnusableRow:
-            return None
-
-    def _refuse_what_it_drops(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            if "tool_calls" in message and not self.keeps_calls:
-                raise UnusableRow("template drops tool turns", "it does not print tool calls; give --chat-template")
-            if message["role"] == "tool" and not self.keeps_results:
-                raise UnusableRow("template drops tool turns", "it does not print tool results; give --chat-template")
-
-
-def _probe_call(form: str) -> Message:
-    call: dict[str, Any] = _PROBE_CALL
-    calls = [_with_text_arguments(call)] if form == "text" else [call]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    import json
-
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def template_text(tokenizer: Any) -> str:

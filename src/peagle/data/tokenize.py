@@ -105,6 +105,7 @@ class RowTokenizer:
         template = self.template
         if template is None:
             raise TemplateError(self.no_template)
+        row = replace(row, messages=template.shape.split(row.messages))
         indices = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
         if not indices:
             detail = "the conversation is a prompt only; let the verifier write the reply with `peagle regenerate`"
