@@ -125,7 +125,7 @@ def _regenerate(config: DemoConfig, at: Places) -> None:
     regenerate(
         RegenerateConfig.build(
             {
-                "model": embedded.VERIFIER,
+                "model": str(embedded.VERIFIER),
                 "data": ["gsm8k=embedded:train"],
                 "output": at.answers,
                 "max_samples": config.questions,
