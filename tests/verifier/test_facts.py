@@ -154,8 +154,9 @@ def test_a_family_without_an_rms_norm_is_refused_by_name(tmp_path):
         load_facts(str(tmp_path), False)
 
 
-def test_only_known_tensor_roles_can_be_named(qwen3):
+def test_tensor_names_are_given_by_role(qwen3):
     facts = load_facts(str(qwen3), False)
-    assert facts.with_tensor_names({"head": "x.weight"}).tensor_names == {"head": "x.weight"}
-    with pytest.raises(VerifierError, match="roles are embedding, norm, head"):
-        facts.with_tensor_names({"tail": "x"})
+    assert facts.with_tensor_names(["head=x.weight", "norm=n"]).tensor_names == {"head": "x.weight", "norm": "n"}
+    for wrong in ("tail=x", "head", "head="):
+        with pytest.raises(VerifierError, match="roles are embedding, norm, head"):
+            facts.with_tensor_names([wrong])

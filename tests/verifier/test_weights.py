@@ -107,9 +107,9 @@ def test_F03_an_unknown_name_lists_close_ones_and_can_be_given(tmp_path):
     facts = load_facts(str(folder), False)
     with pytest.raises(VerifierError, match=r"close ones: a.odd_embed.w.*embedding=NAME"):
         load_embedding(facts)
-    assert torch.equal(load_embedding(facts.with_tensor_names({"embedding": "a.odd_embed.w"})), expected)
+    assert torch.equal(load_embedding(facts.with_tensor_names(["embedding=a.odd_embed.w"])), expected)
     with pytest.raises(VerifierError, match="no tensor named b"):
-        load_embedding(facts.with_tensor_names({"embedding": "b"}))
+        load_embedding(facts.with_tensor_names(["embedding=b"]))
 
 
 def test_an_untied_verifier_without_a_head_is_refused(tmp_path):

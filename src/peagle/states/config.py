@@ -42,6 +42,8 @@ class ExtractConfig(StageConfig):
     """Refuse to start when the whole store would be larger than this, in GB (10^9 bytes)."""
     skip_bad_rows: bool = False
     """Skip and count a row with NaN, Inf, other ids or a failed check, instead of stopping at it."""
+    verifier_tensors: tuple[str, ...] = ()
+    """Names of the verifier's tensors where they are unusual: embedding=NAME, norm=NAME, head=NAME."""
     trust_remote_code: bool = False
     """Let the model's own code run."""
     backend: Literal["transformers", "vllm"] = "transformers"

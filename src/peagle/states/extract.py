@@ -88,6 +88,7 @@ def extract(config: ExtractConfig) -> int:
     started_s = time.monotonic()
     prepared = load_prepared(config.preprocessed_data)
     facts = load_facts(_model_name(config, prepared), config.trust_remote_code)
+    facts = facts.with_tensor_names(config.verifier_tensors)
     spec = _spec(config, prepared, facts)
     count = min(len(prepared), config.max_samples or len(prepared))
     rows = PreparedRows(prepared, count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,24 @@ class VerifierFacts:
     tensor_names: dict[str, str]
     """Overrides of tensor names by role ("embedding", "norm", "head"); empty: known names are tried."""
 
-    def with_tensor_names(self, names: dict[str, str]) -> VerifierFacts:
-        """The same facts with tensor names given by the user, for a family whose names `weights.py` does not know."""
-        unknown = set(names) - {"embedding", "norm", "head"}
-        if unknown:
-            raise VerifierError(f"tensor role {sorted(unknown)[0]!r} is unknown; roles are embedding, norm, head")
-        return dataclasses.replace(self, tensor_names=dict(names))
+    def with_tensor_names(self, names: Sequence[str]) -> VerifierFacts:
+        """The same facts with tensor names given by the user, for a family whose names `weights.py` does not know.
+
+        Args:
+            names: "role=name" each, as `--verifier-tensors` takes them; roles are embedding, norm and head.
+
+        Raises:
+            VerifierError: an unknown role, or no name.
+        """
+        found = {}
+        for text in names:
+            role, _, name = text.partition("=")
+            if role not in ("embedding", "norm", "head") or not name:
+                raise VerifierError(
+                    f"--verifier-tensors {text}: expected ROLE=NAME, and roles are embedding, norm, head"
+                )
+            found[role] = name
+        return dataclasses.replace(self, tensor_names=found)
 
 
 def load_facts(name_or_path: str, trust_remote_code: bool) -> VerifierFacts:

@@ -195,10 +195,10 @@ def resolve_dtype(facts: VerifierFacts, dtype: str | torch.dtype) -> torch.dtype
     """ "auto" is the verifier's own dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, facts.dtype if dtype == "auto" else dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise VerifierError(f"--dtype {dtype}: expected auto, float32, bfloat16 or float16")
-    return found
+    name = facts.dtype if dtype == "auto" else dtype
+    if name not in ("float32", "bfloat16", "float16"):
+        raise VerifierError(f"--dtype {name}: expected auto, float32, bfloat16 or float16")
+    return getattr(torch, name)
 
 
 def group_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
