@@ -1,6 +1,6 @@
 """`peagle check`."""
 
-from peagle.serve.check import CheckConfig
+from peagle.serve.config import CheckConfig
 
 CONFIG = CheckConfig
 

@@ -1,6 +1,6 @@
 """`peagle launch-vllm`."""
 
-from peagle.verifier.vllm_launch import LaunchConfig
+from peagle.verifier.vllm_launch_config import LaunchConfig
 
 CONFIG = LaunchConfig
 

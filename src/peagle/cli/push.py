@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peagle.evaluate.push import PushConfig
+from peagle.evaluate.push_config import PushConfig
 
 CONFIG = PushConfig
 

@@ -1,6 +1,6 @@
 """`peagle serve`."""
 
-from peagle.serve.launch import ServeConfig
+from peagle.serve.config import ServeConfig
 
 CONFIG = ServeConfig
 

@@ -23,7 +23,7 @@ STAGES: dict[str, tuple[str, str]] = {
     "prepare": ("peagle.data.config", "PrepareConfig"),
     "extract": ("peagle.states.config", "ExtractConfig"),
     "train": ("peagle.train.config", "TrainConfig"),
-    "check": ("peagle.serve.check", "CheckConfig"),
+    "check": ("peagle.serve.config", "CheckConfig"),
     "evaluate": ("peagle.evaluate.config", "EvaluateConfig"),
     "report": ("peagle.evaluate.report", "ReportConfig"),
 }

@@ -6,12 +6,11 @@ import json
 import logging
 from pathlib import Path
 
-from pydantic import Field
 from rich.console import Console
 from rich.text import Text
 
-from peagle.config import StageConfig
 from peagle.drafter.checkpoint import find
+from peagle.serve.config import CheckConfig
 from peagle.serve.config_rules import check_config
 from peagle.serve.findings import Findings
 from peagle.serve.raw_checkpoint import read_checkpoint
@@ -22,25 +21,6 @@ from peagle.verifier.vllm_support import Engine, engine_here
 logger = logging.getLogger(__name__)
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
-
-
-class CheckConfig(StageConfig):
-    """Settings of `peagle check`."""
-
-    checkpoint: str = Field(json_schema_extra={"positional": True})
-    """A checkpoint folder or hub id."""
-    verifier_name_or_path: str | None = None
-    """Verifier to compare with; the one in config.json unless given."""
-    verifier_check: bool = True
-    """Compare with the verifier's configuration and embedding."""
-    max_model_len: int | None = Field(None, ge=1)
-    """Length that the server will serve; the verifier's own unless given."""
-    vllm_version: str | None = None
-    """vLLM that will serve it, such as 0.28.0; the installed one unless given."""
-    trust_remote_code: bool = False
-    """Let the verifier's own code run."""
-    json_output: bool = Field(False, json_schema_extra={"aliases": ["--json"]})
-    """Print the findings as JSON."""
 
 
 def check_checkpoint(

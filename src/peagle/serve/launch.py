@@ -6,12 +6,10 @@ import json
 import logging
 from pathlib import Path
 
-from pydantic import Field
-
-from peagle.config import StageConfig
 from peagle.drafter.checkpoint import find
 from peagle.errors import CheckpointError, ConfigError
 from peagle.serve.check import check_checkpoint
+from peagle.serve.config import ServeConfig
 from peagle.serve.config_rules import ServedShape, check_config
 from peagle.serve.findings import Findings
 from peagle.serve.raw_checkpoint import read_checkpoint
@@ -20,25 +18,6 @@ from peagle.verifier.vllm_launch import ServerCommand, address_arguments, exec_s
 from peagle.verifier.vllm_support import MIN_VERSION, Engine, detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
-
-
-class ServeConfig(StageConfig):
-    """Settings of `peagle serve`."""
-
-    checkpoint: str = Field(json_schema_extra={"positional": True})
-    """A drafter: a checkpoint folder or hub id."""
-    verifier_name_or_path: str | None = None
-    """The verifier to serve; the one in the checkpoint's config.json unless given."""
-    num_speculative_tokens: int | None = None
-    """Tokens drafted per verifier pass; the checkpoint's own number unless given."""
-    skip_check: bool = False
-    """Serve even what `peagle check` calls unservable."""
-    vllm_python: Path | None = None
-    """A Python that has vLLM, if this one has not."""
-    dry_run: bool = False
-    """Print the command and stop."""
-    extra_args: tuple[str, ...] = ()
-    """What follows `--`: vLLM's own flags (--port, --tensor-parallel-size, --max-model-len ...)."""
 
 
 def serve(config: ServeConfig) -> int:
