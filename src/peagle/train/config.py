@@ -137,6 +137,8 @@ class TrainConfig(FitConfig):
     hidden_states: Literal["offline", "online", "hybrid"] = Field("offline", json_schema_extra=_PATHS)
     """offline reads the store; online asks the verifier for states as they are needed and keeps none; hybrid fills the
     store in the first epoch and reads it in later ones."""
+    hidden_states_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", json_schema_extra=_PATHS)
+    """Type in which states made during training are held and stored; auto: the verifier's, or that of the store."""
     from_pretrained: str | None = Field(None, json_schema_extra=_PATHS)
     """Start from this drafter (folder or hub id, P-EAGLE or EAGLE-3) instead of from random layers; its shape and draft
     vocabulary are taken over."""

@@ -11,7 +11,7 @@ import torch
 
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.rows import TokenRow
-from peagle.errors import ConfigError, VerifierError
+from peagle.errors import ConfigError, StoreError, VerifierError
 from peagle.states.config import ExtractConfig
 from peagle.states.shards import index_paths
 from peagle.states.source import open_source
@@ -75,6 +75,11 @@ def plan_states(
         return Planned(reader.spec, reader)
     if config.hidden_states == "hybrid" and (folder / "store.json").exists():
         spec = read_spec(folder)[0]
+        if config.hidden_states_dtype not in ("auto", spec.dtype):
+            raise StoreError(
+                f"{folder}: the store holds {spec.dtype}, --hidden-states-dtype asks for {config.hidden_states_dtype}; "
+                "leave the flag away, or choose another --hidden-states-path"
+            )
         return Planned(spec, StoreReader.open(folder) if index_paths(folder) else None)
     asked = aux_layer_ids if config.target_layer_ids is None else config.target_layer_ids
     try:
@@ -91,7 +96,7 @@ def plan_states(
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         aux_layer_ids=resolve_aux_layer_ids(facts.num_layers, asked),
-        dtype=facts.dtype,
+        dtype=facts.dtype if config.hidden_states_dtype == "auto" else config.hidden_states_dtype,
         tokenizer_sha256=str(prepared.summary["tokenizer_sha256"]),
     )
     return Planned(spec, None)
