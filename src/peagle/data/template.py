@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from peagle.data.conversation import Conversation, Message, UnusableRow
@@ -27,6 +28,7 @@ def render_prompt(tokenizer: Any, conversation: Conversation) -> list[int]:
         UnusableRow: the template refuses this conversation; the reason is for the list of rejected rows.
     """
     template = ChatTemplate.of(tokenizer)
+    conversation = replace(conversation, messages=template.shape.split(conversation.messages))
     return template.encode(template.render(conversation, len(conversation.messages), True))
 
 
