@@ -51,13 +51,18 @@ def build(names: list[str], arguments: list[str]) -> tuple[typer.Typer, list[str
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
-    @app.callback()
-    def root(
-        version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
-    ) -> None:
-        if version:
+    def show_version(asked: bool) -> None:
+        if asked:
             print(peagle.__version__)
             raise typer.Exit()
+
+    @app.callback()
+    def root(
+        version: bool = typer.Option(
+            False, "--version", help="Print the version and exit.", is_eager=True, callback=show_version
+        ),
+    ) -> None:
+        pass
 
     many = {}
     for name in names:
@@ -92,12 +97,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, _Abort):
         print("peagle: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough
+        return 0
     except OSError as error:
         if is_disk_full(error):
             return _fail(str(DiskError("no space left on the disk; free some and run the same command again")))
         raise
-    except BrokenPipeError:
-        return 0
 
 
 def _fail(message: str) -> int:
