@@ -73,7 +73,13 @@ def test_a_verifier_without_tokenizer_is_refused(files, tmp_path):
     bare = shutil.copytree(files.verifier, tmp_path / "bare")
     for path in bare.glob("*token*"):
         path.unlink()
-    refused(files, tmp_path, VerifierError, "the folder has no tokenizer|no tokenizer in this folder", verifier_name_or_path=str(bare))
+    refused(
+        files,
+        tmp_path,
+        VerifierError,
+        "the folder has no tokenizer|no tokenizer in this folder",
+        verifier_name_or_path=str(bare),
+    )
 
 
 def test_a_row_longer_than_a_pack_is_refused(files, tmp_path):
