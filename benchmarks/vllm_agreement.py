@@ -307,7 +307,7 @@ def plain_server(verifier: Path, options: Sequence[str], log: Path) -> Any:
         with open(log, "ab") as output:
             process = start(ServerCommand(tuple(command), QUIET), output)
             try:
-                wait_ready(process, f"http://127.0.0.1:{port}", 300.0)
+                wait_ready(process, f"http://127.0.0.1:{port}", 900.0)
                 yield f"http://127.0.0.1:{port}"
             finally:
                 stop(process)

@@ -153,7 +153,7 @@ def server(
     with open(log, "ab") as output:
         process = start(ServerCommand(tuple(command), QUIET), output)
         try:
-            wait_ready(process, url, 300.0)
+            wait_ready(process, url, 900.0)
             yield process, url
         finally:
             stop(process)

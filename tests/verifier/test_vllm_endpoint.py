@@ -319,6 +319,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_the_run(
     server: FakeServer, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.verifier.vllm_endpoint._PROBE_WAIT_S", 0.2)
+    server.write_delay_s = 0.0 if broken == "folder" else 0.05
     said = {
         "no server": "nobody answers there; start a server",
         "not ready": "not ready \\(503\\)",
@@ -349,6 +350,8 @@ def test_what_cannot_work_is_refused_in_one_line_before_the_run(
             folder=tmp_path / "elsewhere" if broken == "folder" else None,
         )
     assert "\n" not in str(caught.value)
+    if broken in ("layers", "model", "size", "dtype"):
+        assert list(server.folder.iterdir()) == []
     if broken == "no server":
         server.close = lambda: None  # type: ignore[method-assign]
 

@@ -24,6 +24,11 @@ def peagle(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=600)
 
 
+def begin(*arguments: object) -> subprocess.Popen[str]:
+    """Start a command."""
+    return subprocess.Popen(command(*arguments), env={**os.environ, **QUIET}, stderr=subprocess.PIPE, text=True)
+
+
 def must(*arguments: object) -> str:
     """Run a command that has to work; returns what it said."""
     done = peagle(*arguments)

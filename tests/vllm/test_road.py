@@ -23,9 +23,9 @@ from peagle.verifier.vllm_endpoint import EndpointSettings, EndpointSource
 from peagle.verifier.vllm_launch import stop
 from tests.fakes import random_row
 from tests.vllm.conftest import questions
-from tests.vllm.road import kill_9, must, peagle, records, when
+from tests.vllm.road import begin, kill_9, must, peagle, records, when
 
-PROMPTS, NEW_TOKENS = 40, 48
+PROMPTS, NEW_TOKENS, ROWS = 40, 48, 150
 
 
 @dataclass
@@ -66,43 +66,39 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def road(verifier: Path, work: Path) -> Iterator[Road]:
-    """Regenerate (killed, stopped, resumed), prepare, extract (killed, survived), and extract again undisturbed."""
-    servers = Servers(verifier, work)
-    servers.start()
-    said = {}
-    data = questions(embedded.TRAIN_QUESTIONS, PROMPTS, work / "prompts.jsonl")
-    answers = work / "answers.jsonl"
-    regenerate = ["regenerate", "--model", verifier, "--data", data, "--endpoint", servers.url, "--concurrency", 8]
-    regenerate += ["--max-new-tokens", NEW_TOKENS, "--tail-tokens", 4, "--dtype", "float32"]
-    from tests.vllm.road import command
+    """Regenerate and extract at the same server, which is killed under both; then the same undisturbed.
 
-    running = subprocess.Popen(
-        list(map(str, command(*regenerate, "--output", answers, "--restart-wait-s", "1"))),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    when(lambda: len(records(answers)) >= 8, 300)
-    servers.kill()
-    said["killed regenerate"] = running.communicate(timeout=120)[1]
-    said["killed regenerate status"] = str(running.returncode)
-    said["killed regenerate answers"] = str(len(records(answers)))
+    Regenerate is told to give up soon, and is run again; extract is told to wait for the server.
+    """
+    servers = Servers(verifier, work)
+    data = questions(embedded.TRAIN_QUESTIONS, PROMPTS, work / "prompts.jsonl")
+    must("prepare", "--model", verifier, "--data", embedded.TRAIN_QUESTIONS, "--max-samples", ROWS,
+         "--output", work / "rows", "--seq-length", 1024)  # fmt: skip
+    regenerate = ["regenerate", "--model", verifier, "--data", data, "--endpoint", servers.url, "--concurrency", 8,
+                  "--max-new-tokens", NEW_TOKENS, "--tail-tokens", 4, "--dtype", "float32"]  # fmt: skip
+    extract = ["extract", "--preprocessed-data", work / "rows", "--endpoint", servers.url, "--concurrency", 4,
+               "--hidden-states-path", work / "shared", "--validate-outputs", "--dtype", "float32", "--shard-mb", 1,
+               "--restart-wait-s", 1500]  # fmt: skip
+    said = {}
     servers.start()
-    said["resumed regenerate"] = must(*regenerate, "--output", answers)
-    must(*regenerate, "--output", work / "undisturbed.jsonl")
-    must("prepare", "--model", verifier, "--data", answers, "--output", work / "rows", "--seq-length", 1024)
-    extract = ["extract", "--preprocessed-data", work / "rows", "--endpoint", servers.url, "--concurrency", 8]
-    extract += ["--hidden-states-path", work / "shared", "--validate-outputs", "--dtype", "float32", "--shard-mb", 1]
-    running = subprocess.Popen(
-        list(map(str, command(*extract, "--output", work / "states"))), stderr=subprocess.PIPE, text=True
-    )
-    when(lambda: any((work / "states").glob("*.safetensors")), 300)
-    servers.kill()
-    servers.start()
-    said["survived extract"] = running.communicate(timeout=300)[1]
-    said["survived extract status"] = str(running.returncode)
-    said["extract"] = must(*extract, "--output", work / "undisturbed")
-    yield Road(work, verifier, servers.url, said)
-    servers.stop()
+    try:
+        answering = begin(*regenerate, "--output", work / "answers.jsonl", "--restart-wait-s", 1)
+        extracting = begin(*extract, "--output", work / "states")
+        when(lambda: len(records(work / "answers.jsonl")) >= 8, 600)
+        when(lambda: any((work / "states").glob("*.safetensors")), 600)
+        servers.kill()
+        said["killed regenerate"] = answering.communicate(timeout=600)[1]
+        said["killed regenerate status"] = str(answering.returncode)
+        said["killed regenerate answers"] = str(len(records(work / "answers.jsonl")))
+        servers.start()
+        said["survived extract"] = extracting.communicate(timeout=1500)[1]
+        said["survived extract status"] = str(extracting.returncode)
+        said["resumed regenerate"] = must(*regenerate, "--output", work / "answers.jsonl")
+        must(*regenerate, "--output", work / "undisturbed.jsonl")
+        must(*extract, "--output", work / "undisturbed")
+        yield Road(work, verifier, servers.url, said)
+    finally:
+        servers.stop()
 
 
 def test_regenerate_stops_clearly_when_its_server_is_killed_and_goes_on_afterwards(road: Road) -> None:
@@ -142,7 +138,7 @@ def test_extract_survives_a_killed_and_restarted_server(road: Road) -> None:
     assert "connection lost" in road.said["survived extract"]
     once, again = StoreReader.open(road.work / "states"), StoreReader.open(road.work / "undisturbed")
     assert sorted(once.row_ids) == sorted(again.row_ids)
-    assert len(once) == PROMPTS
+    assert len(once) == ROWS
     for row_id in once.row_ids:
         a, b = once.read(row_id), again.read(row_id)
         assert a.row == b.row

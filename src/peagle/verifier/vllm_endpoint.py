@@ -7,6 +7,7 @@ read, and those of a killed run of the same store are swept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -41,7 +42,7 @@ MISMATCHES_THAT_STOP = 3
 REFUSALS_THAT_STOP = 20
 """Rows in a row that the server refused."""
 _PROBE_IDS = [0, 1, 0]
-_PROBE_WAIT_S, _FILE_WAIT_S = 15.0, 60.0
+_PROBE_WAIT_S, _FILE_WAIT_S, _LEFTOVER_WAIT_S = 15.0, 60.0, 2.0
 _CHECKED_EVERY = 50
 _LONGEST_CHECKED = 4096  # the server holds [num_tokens, vocab_size] log-probabilities for a row that is checked
 
@@ -149,7 +150,12 @@ class EndpointSource:
         probe = EndpointPool([endpoint], self._settings.policy)
         answer = probe.post("/v1/completions", states_request(_PROBE_IDS, name, False))
         facts = connector_facts(answer.body.get("kv_transfer_params"), answer.url)
-        self._check_server(endpoint, served, facts)
+        try:
+            self._check_server(endpoint, served, facts)
+        except EndpointError:
+            with contextlib.suppress(EndpointError):  # its file may still be on its way: leave none behind
+                self._folder.read(name, _LEFTOVER_WAIT_S)
+            raise
         try:
             self._folder.read(name, _PROBE_WAIT_S)
         except MissingFileError:
