@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from peagle.cli.main import main
 from peagle.drafter import load
 from peagle.drafter.convert import convert
 from peagle.drafter.convert_settings import ConvertConfig
@@ -19,6 +20,7 @@ from peagle.drafter.convert_tensors import draft_ids_of
 from peagle.engine.drafting import Drafting
 from peagle.engine.sampling import Sampling
 from peagle.errors import CheckpointError, ConfigError
+from peagle.serve.check import check_checkpoint
 from peagle.verifier.facts import load_facts
 from peagle.verifier.weights import load_embedding, load_head
 from tests.drafter.flat_forward import DIM, HEADS, HIDDEN, KV, PRUNED, VOCAB, Witness, base_tensors, flat_config
@@ -158,6 +160,8 @@ def test_a_converted_checkpoint_drafts_what_its_source_did(layout, verifier, tmp
         expected = witness.draft(pair_ids, aux, 5)
         assert engine_draft(tmp_path / "ours", pair_ids, aux, 5) == expected
     assert len(set(expected)) > 1
+    found = check_checkpoint(tmp_path / "ours", None, True, None, None, False)
+    assert found.of("error") == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -263,6 +267,18 @@ def test_what_the_source_does_not_say_is_asked_for_by_its_flag(verifier, tmp_pat
     plain = source("safeailab", verifier)
     del plain.tensors["fc.weight"]
     assert "not an EAGLE-3 or P-EAGLE drafter" in refusal(plain, verifier, tmp_path / "f")
+
+
+def test_the_command_converts_and_says_so_or_says_why_not_in_one_line(verifier, tmp_path, capsys):
+    made = source("safeailab", verifier)
+    folder = made.write(tmp_path / "source")
+    assert main(["convert", str(folder), "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    command = ["convert", str(folder), "--output", str(tmp_path / "out"), "--verifier-name-or-path", verifier]
+    assert main(command) == 0
+    said = capsys.readouterr().err
+    assert "no tensor embed_tokens.weight in the source: the verifier's" in said
+    assert "read 15 tensors (safeailab), wrote 16 (peagle)" in said
 
 
 def test_an_existing_output_is_never_overwritten(verifier, tmp_path):
