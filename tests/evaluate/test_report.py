@@ -185,3 +185,13 @@ def test_long_curves_are_thinned_to_means_and_keep_their_last_step():
 def test_training_without_validation_shows_the_training_accuracy():
     rows = [{"kind": "train", "step": s, "loss": 2.0, "accuracy": [0.5, None]} for s in (1, 2)]
     assert [curve.title for curve in training_curves(rows)] == ["Loss", "Training accuracy per depth"]
+
+
+def test_an_evaluation_and_the_checkpoints_that_it_names_are_one_drafter(tmp_path):
+    run = write_run(tmp_path / "mine")
+    (run / "evaluation").mkdir()
+    (run / "evaluation.json").rename(run / "evaluation" / "evaluation.json")
+    (record,) = collect([run / "evaluation", run / "checkpoints"])
+    assert record.name == "mine"
+    assert record.metrics
+    assert [r.name for r in collect([run / "checkpoints"])] == ["mine"]

@@ -44,6 +44,8 @@ class Axis:
     """Lowest value shown; None fits the data."""
     is_log: bool = False
     """Base-2 spacing, for counts that double; needs `ticks`."""
+    is_whole: bool = False
+    """Ticks only at whole numbers."""
 
 
 def percent(value: float) -> str:
@@ -142,7 +144,8 @@ class _Scale:
         low = min(ys) if y_axis.floor is None else y_axis.floor
         self.y_ticks = y_axis.ticks or round_ticks(low, max(max(ys), low + 1e-9), 5)
         self.low_y, self.high_y = self.y_ticks[0], self.y_ticks[-1]
-        self.x_ticks = x_axis.ticks if x_axis.ticks is not None else self._inside(round_ticks(min(xs), max(xs), 5))
+        chosen = x_axis.ticks if x_axis.ticks is not None else self._inside(round_ticks(min(xs), max(xs), 5))
+        self.x_ticks = tuple(t for t in chosen if t == int(t)) or (min(xs),) if x_axis.is_whole else chosen
 
     def _at(self, x: float) -> float:
         return math.log2(x) if self._log else x

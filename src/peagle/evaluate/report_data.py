@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Record:
     """The drafter's `config.json`, or empty."""
     manifests: tuple[tuple[str, dict[str, Any]], ...]
     """(stage, `manifest.json`) of the evaluation and of what led to it."""
+    metrics_path: Path | None
+    """Where `metrics` came from."""
 
 
 def collect(folders: list[Path]) -> list[Record]:
@@ -52,11 +54,13 @@ def collect(folders: list[Path]) -> list[Record]:
         seen |= {path.resolve() for path, _ in fresh}
         records += [_of_evaluation(path, name, folder) for path, name in fresh]
         if not found:
-            trainings = sorted(_files(folder, METRICS))
+            trainings = [] if folder.is_file() else sorted(_files(folder, METRICS))
+            known = {record.metrics_path.resolve() for record in records if record.metrics_path}
             if not trainings:
                 hint = f"`peagle evaluate --output {folder}` makes the first"
                 raise DataError(f"{folder}: neither {EVALUATION} nor {METRICS} in it or below; {hint}")
-            records += [_of_training(path, _name(folder, path, len(trainings)), folder) for path in trainings]
+            fresh_trainings = [path for path in trainings if path.resolve() not in known]
+            records += [_of_training(path, _name(folder, path, len(trainings)), folder) for path in fresh_trainings]
     return _with_distinct_names(records)
 
 
@@ -108,10 +112,11 @@ def _files(folder: Path, name: str) -> Iterator[Path]:
 
 def _name(root: Path, path: Path, count: int) -> str:
     """A record's name: its folder below the root if there are several, else the root's own name."""
-    if root.is_file():
-        return root.parent.resolve().name
-    below = path.parent.relative_to(root).as_posix()
-    return root.resolve().name if count == 1 or below == "." else below
+    below = "." if root.is_file() else path.parent.relative_to(root).as_posix()
+    own = path.parent.resolve() if root.is_file() else root.resolve()
+    if own.name in ("evaluation", "checkpoints"):
+        own = own.parent
+    return own.name if count == 1 or below == "." else below.removesuffix("/evaluation")
 
 
 def _of_evaluation(path: Path, name: str, root: Path) -> Record:
@@ -128,13 +133,14 @@ def _of_evaluation(path: Path, name: str, root: Path) -> Record:
         read_metrics(metrics_path) if metrics_path else (),
         read_json(checkpoint / "config.json") if checkpoint else {},
         manifests,
+        metrics_path,
     )
 
 
 def _of_training(path: Path, name: str, root: Path) -> Record:
     best = path.parent / "checkpoint_best"
     config = read_json(best / "config.json")
-    return Record(name, path.parent, {}, read_metrics(path), config, _manifests([path.parent, root]))
+    return Record(name, path.parent, {}, read_metrics(path), config, _manifests([path.parent, root]), path)
 
 
 def _checkpoint_folder(evaluation: dict[str, Any], beside: Path, root: Path) -> Path | None:
@@ -172,5 +178,5 @@ def _with_distinct_names(records: list[Record]) -> list[Record]:
         counts[record.name] = counts.get(record.name, 0) + 1
         number = counts[record.name]
         name = record.name if number == 1 else f"{record.name} ({number})"
-        out.append(Record(name, record.folder, record.evaluation, record.metrics, record.checkpoint, record.manifests))
+        out.append(replace(record, name=name))
     return out

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from peagle.drafter.card import public_name
 from peagle.evaluate.best_k import best
 from peagle.evaluate.charts import NUM_COLOURS, Axis, Series, line_chart, percent, plain
 from peagle.evaluate.counts import CONVENTION
 from peagle.evaluate.page import MISSING, Card, Chart, Grid, Line, Section, in_percent, number, ratio
 from peagle.evaluate.report_data import Record
-from peagle.evaluate.report_speed import expected_of, speedup
+from peagle.evaluate.report_speed import expected_of, speedup, told
 from peagle.evaluate.training_curves import Curve, training_curves
 
 # what an evaluation says about how it was made
@@ -30,7 +31,7 @@ def subtitle(records: Sequence[Record]) -> str:
         words = [kind and {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}.get(kind, kind), layers and f"{layers} layers"]
         about = ", ".join(str(word) for word in words if word)
         if verifier:
-            about = f"{about} for {verifier}" if about else f"for {verifier}"
+            about = f"{about} for {public_name(verifier)}".strip()
         if about:
             found.append(about)
     return "; ".join(dict.fromkeys(found)) or "Acceptance and speed of drafters for speculative decoding."
@@ -55,7 +56,8 @@ def cards(record: Record) -> Iterator[Card]:
     yield Card(number(pooled.get("verifier_passes"), 0), "verifier passes counted")
     choice = best(expected_of(record))
     if choice is not None:
-        yield Card(f"K = {choice.k}", f"pays best here: {choice.speedup:.2f}x expected")
+        pays = choice.speedup > 1
+        yield Card(f"K = {choice.k}" if pays else "none", f"{told(choice)}, {choice.speedup:.2f}x expected")
 
 
 def notes(records: Sequence[Record]) -> Iterator[str]:
@@ -236,7 +238,10 @@ def _position_chart(title: str, series: Sequence[Series]) -> Chart:
 
 def _curve_chart(curve: Curve, suffix: str) -> Chart:
     y_axis = Axis(curve.y_label, percent if curve.is_share else plain, floor=curve.floor)
-    return Chart(curve.title + suffix, line_chart(curve.title, curve.series, Axis("optimizer step", plain), y_axis))
+    return Chart(
+        curve.title + suffix,
+        line_chart(curve.title, curve.series, Axis("optimizer step", plain, is_whole=True), y_axis),
+    )
 
 
 def _count(identical: Any, checked: int) -> int:

@@ -63,7 +63,8 @@ def best_number(records: Sequence[Record]) -> Section | None:
         bars = [(str(e.k), e.speedup) for e in expected]
         title = "Expected speed-up" + (f": {record.name}" if len(records) > 1 else "")
         svg = bar_chart(title, bars, choice.k - 1, "drafted tokens per pass", Axis("", ratio, floor=0.0))
-        charts.append(Chart(title, svg, f"Best: K = {choice.k}, {choice.speedup:.2f} times plain decoding."))
+        caption = f"K = {choice.k} {told(choice)}: {choice.speedup:.2f} times plain decoding."
+        charts.append(Chart(title, svg, caption))
         figures = (number(choice.acceptance_length, 3), ratio(choice.speedup), _costs(record))
         lines.append(Line((record.name, f"K = {choice.k}", *figures)))
     if not charts:
@@ -75,6 +76,11 @@ def best_number(records: Sequence[Record]) -> Section | None:
         (Grid(("drafter", "best", "acceptance length", "expected speed-up", "measured costs"), tuple(lines)),),
         tuple(charts),
     )
+
+
+def told(choice: Expected) -> str:
+    """Whether the best number of drafted tokens is worth drafting at all."""
+    return "pays best here" if choice.speedup > 1 else "is the least bad; no number pays here"
 
 
 def expected_of(record: Record) -> list[Expected]:
@@ -91,7 +97,11 @@ def pass_cost(record: Record) -> PassCost | None:
     values = [figures.get(name) for name in ("plain_ms_per_token", "draft_ms_per_pass", "verify_ms_per_pass")]
     if not k or any(not isinstance(value, (int, float)) for value in values):
         return None
-    return PassCost(float(values[0]), float(values[1]), float(values[2]), int(k))  # type: ignore[arg-type]
+    # A step drafts and verifies for every row of the batch; plain decoding is timed per token.
+    rows = record.evaluation.get("batch_size") or 1
+    plain_ms, draft_ms, verify_ms = float(values[0]) * rows, float(values[1]), float(values[2])  # type: ignore[arg-type]
+    # More tokens never cost less than one: below that is noise of the measurement.
+    return PassCost(plain_ms, draft_ms, max(verify_ms, plain_ms), int(k))
 
 
 def speedup(figures: dict[str, Any]) -> float | None:
