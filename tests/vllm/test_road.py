@@ -163,6 +163,9 @@ def test_other_layers_and_a_folder_not_shared_are_refused(road: Road, monkeypatc
         source(road, (1, 4, 5))
     with pytest.raises(EndpointError, match="both must see one folder"):
         source(road, folder=road.work / "elsewhere")
+    # What the server wrote is out of that client's sight; the next run of the same store removes it.
+    source(road).close()
+    assert list((road.work / "shared" / "in-flight").iterdir()) == []
 
 
 def test_another_model_behind_the_endpoint_is_refused(road: Road, tmp_path: Path) -> None:

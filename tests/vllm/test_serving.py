@@ -74,7 +74,7 @@ def test_every_greedy_answer_is_the_verifiers_own_one_at_a_time_and_eight_at_a_t
 
 
 def test_deep_positions_are_really_accepted(decoding: Decoding) -> None:
-    assert decoding.accepted[DEPTH - 1] > 10
+    assert decoding.accepted[DEPTH - 1] > 10, decoding
 
 
 def test_acceptance_counts_are_those_of_our_engine(decoding: Decoding) -> None:
