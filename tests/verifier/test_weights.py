@@ -70,8 +70,8 @@ def test_F01_pytorch_files_load_and_other_formats_are_refused(tmp_path):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     assert torch.equal(load_head(load_facts(str(folder), False)).weight, expected)
-    (folder / "pytorch_model.bin").rename(folder / "model.gguf")
-    with pytest.raises(VerifierError, match=r"no weights .*found .gguf files"):
+    (folder / "pytorch_model.bin").rename(folder / "model.h5")
+    with pytest.raises(VerifierError, match=r"no weights .*found .h5 files"):
         load_head(load_facts(str(folder), False))
 
 
@@ -225,3 +225,71 @@ def test_the_fingerprint_survives_a_copy_and_notices_other_weights(tmp_path):
     c = fakes.tiny_verifier(tmp_path / "c", "llama", seed=2)
     prints = [fingerprint(load_facts(str(folder), False)) for folder in (a, b, c)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def write_gguf(folder, quantisation):
+    """A tiny Qwen3 as a GGUF file beside its config.json and tokenizer; returns the tensors it was made from."""
+    gguf = pytest.importorskip("gguf")
+    fakes.tiny_verifier(folder, "qwen3", tie_word_embeddings=False, num_layers=2)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    writer = gguf.GGUFWriter(folder / "model-q8_0.gguf", "qwen3")
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(272)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
+    for name, tensor in tensors.items():
+        theirs = names.get_name(name, (".weight",)) + (".weight" if name.endswith(".weight") else "")
+        theirs = theirs.replace(".weight.weight", ".weight")
+        values = tensor.numpy()
+        kind = quantisation if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(theirs, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_a_gguf_files_norm_head_and_embedding_are_read_dequantised(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    tensors = write_gguf(tmp_path, gguf.GGMLQuantizationType.Q8_0)
+    facts = load_facts(str(tmp_path), False)
+    head = load_head(facts)
+    assert torch.equal(head.norm_weight, tensors["model.norm.weight"])
+    for mine, exact in (
+        (head.weight, tensors["lm_head.weight"]),
+        (load_embedding(facts), tensors["model.embed_tokens.weight"]),
+    ):
+        assert mine.shape == exact.shape
+        assert (mine - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+def test_a_gguf_verifiers_states_and_targets_are_those_of_its_dequantised_model(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    write_gguf(tmp_path, gguf.GGMLQuantizationType.Q8_0)
+    facts = load_facts(str(tmp_path), False)
+    verifier = TransformersVerifier(facts, "float32", "cpu")
+    verifier.check_head(load_head(facts), list(range(3, 40)))
+
+
+def test_of_several_gguf_files_none_is_guessed(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    (tmp_path / "b.gguf").write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text(json.dumps(fakes.tiny_config("qwen3").to_dict()))
+    facts = load_facts(str(tmp_path), False)
+    with pytest.raises(VerifierError, match="2 GGUF files"):
+        load_head(facts)
+    (tmp_path / "b.gguf").unlink()
+    with pytest.raises(VerifierError, match=r"a\.gguf: cannot be read"):
+        load_head(facts)

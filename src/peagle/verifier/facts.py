@@ -264,8 +264,8 @@ def _norm_eps(read: _Reader, model_type: str) -> float:
     if model_type in _RMS_WITH_LAYER_NORM_NAME:
         return float(read.maybe("layer_norm_epsilon") or 1e-5)
     raise VerifierError(
-        f"{read.name}: a {model_type} model has no RMS norm (its configuration lacks `rms_norm_eps`); drafters are llama or "
-        "qwen3 layers behind an RMS norm, so this family is not supported"
+        f"{read.name}: a {model_type} model has no RMS norm (its configuration lacks `rms_norm_eps`); drafters are "
+        "llama or qwen3 layers behind an RMS norm, so this family is not supported"
     )
 
 

@@ -1,14 +1,18 @@
 """A model's weight files seen as one table of named tensors, read one at a time.
 
 Single or sharded safetensors, single or sharded PyTorch files, a local folder or a hub id. From the hub only the files
-that hold a wanted tensor are fetched.
+that hold a wanted tensor are fetched. Of a GGUF file (in a folder with the model's config.json and tokenizer) the
+embedding, norm and head are read, dequantised, under the names that they have elsewhere.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +23,11 @@ from peagle.verifier.facts import first_line
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -52,14 +61,21 @@ class TensorFiles:
             table = {}
             for path in sorted(Path(name_or_path).glob("*.safetensors")):
                 table.update(dict.fromkeys(_names(path), path.name))
+            gguf = gguf_file(name_or_path)
+            if not table and gguf is not None:
+                stored = set(_gguf_tensors(gguf))
+                table = {name: gguf.name for name, theirs in _GGUF_NAMES.items() if theirs in stored}
             if table:
                 return TensorFiles(name_or_path, table)
-            others = sorted(
-                p.suffix for p in Path(name_or_path).iterdir() if p.suffix in (".gguf", ".pth", ".h5", ".msgpack")
-            )
+            others = sorted(p.suffix for p in Path(name_or_path).iterdir() if p.suffix in (".pth", ".h5", ".msgpack"))
             hint = f"; found {others[0]} files, which peagle does not read" if others else ""
             raise VerifierError(f"{name_or_path}: no weights (expected model.safetensors, shards with an index){hint}")
         raise VerifierError(f"{name_or_path}: no weights found on the hub (expected safetensors or pytorch_model.bin)")
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the tensors come from a GGUF file, whose norms have the 1 of (1 + w) in them already."""
+        return any(file.endswith(".gguf") for file in self.file_of.values())
 
     @property
     def names(self) -> set[str]:
@@ -78,6 +94,8 @@ class TensorFiles:
             VerifierError: its file is missing or damaged.
         """
         path = self._path(self.file_of[name])
+        if path.suffix == ".gguf":
+            return _gguf_tensors(path)[_GGUF_NAMES[name]]()
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt") as handle:
@@ -113,3 +131,43 @@ def _names(path: Path) -> list[str]:
         return list(torch.load(path, map_location="meta", weights_only=True, mmap=True))
     except (SafetensorError, OSError, RuntimeError) as error:
         raise VerifierError(f"{path}: cannot be read: {first_line(error)}") from None
+
+
+def gguf_file(name_or_path: str) -> Path | None:
+    """The GGUF file of a model folder that has no other weights.
+
+    Raises:
+        VerifierError: there are several.
+    """
+    folder = Path(name_or_path)
+    found = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+    if not found or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return None
+    if len(found) > 1:
+        raise VerifierError(
+            f"{folder}: {len(found)} GGUF files ({found[0].name}, {found[1].name} ...); keep one of them"
+        )
+    return found[0]
+
+
+def _gguf_tensors(path: Path) -> dict[str, Callable[[], Tensor]]:
+    """Readers of a GGUF file's tensors by its own names: dequantised, rows as PyTorch has them."""
+    try:
+        from gguf import GGUFReader, dequantize
+    except ImportError:
+        raise VerifierError(f"{path}: GGUF files need the package gguf; pip install 'peagle[gguf]'") from None
+
+    def read(tensor: Any) -> Tensor:
+        try:
+            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        except NotImplementedError:
+            raise VerifierError(
+                f"{path}: {tensor.name} is quantised as {tensor.tensor_type.name}, unknown here"
+            ) from None
+        return values.to(torch.float32).reshape([int(size) for size in tensor.shape[::-1]])
+
+    try:
+        reader = GGUFReader(path)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise VerifierError(f"{path}: cannot be read: {first_line(error)}") from None
+    return {tensor.name: functools.partial(read, tensor) for tensor in reader.tensors}

@@ -14,6 +14,7 @@ from peagle.errors import VerifierError
 from peagle.verifier.facts import VerifierFacts, first_line
 from peagle.verifier.generation import Generation, GenerationSettings, generate_batch
 from peagle.verifier.generation_cache import GrowingCache
+from peagle.verifier.tensor_files import gguf_file
 from peagle.verifier.weights import VerifierHead
 
 MAX_BATCH_TOKENS = 1 << 16
@@ -258,13 +259,20 @@ def _load_model(facts: VerifierFacts, dtype: torch.dtype, device: torch.device) 
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
         is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
         auto: Any = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
-        model, report = auto.from_pretrained(name, dtype=dtype, trust_remote_code=trust, output_loading_info=True)
+        gguf = gguf_file(name)
+        model, report = auto.from_pretrained(
+            name,
+            dtype=dtype,
+            trust_remote_code=trust,
+            output_loading_info=True,
+            **({"gguf_file": gguf.name, "config": config} if gguf else {}),
+        )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise VerifierError(f"{name}: cannot be loaded: {first_line(error)}") from None
     finally:
         if shows_bars:
             hf_logging.enable_progress_bar()
-    missing = sorted(report["missing_keys"])
+    missing = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if missing:
         raise VerifierError(
             f"{name}: its files lack {len(missing)} of the model's tensors (first: {missing[0]}); they would be random"

@@ -132,7 +132,7 @@ def load_head(facts: VerifierFacts) -> VerifierHead:
             f"{facts.name_or_path}: {norm_name} has shape {list(norm.shape)}, expected [{facts.hidden_size}]"
         )
     return VerifierHead(
-        norm + 1.0 if facts.norm_adds_one else norm,
+        norm + 1.0 if facts.norm_adds_one and not files.is_gguf else norm,
         facts.rms_norm_eps,
         weight,
         facts.logit_scale,
@@ -219,8 +219,8 @@ def _plain(files: TensorFiles, name: str, facts: VerifierFacts) -> Tensor:
     base, _, suffix = name.rpartition(".")
     if suffix in _PACKED:
         raise VerifierError(
-            f"{facts.name_or_path}: {name} is quantised ({_PACKED[suffix]}), and peagle does not unpack that format. Use "
-            "a copy of the verifier whose head and embedding are not quantised."
+            f"{facts.name_or_path}: {name} is quantised ({_PACKED[suffix]}), and peagle does not unpack that format. "
+            "Use a copy of the verifier whose head and embedding are not quantised."
         )
     tensor = files.read(name)
     if tensor.dtype in _FLOATS:
@@ -233,8 +233,8 @@ def _plain(files: TensorFiles, name: str, facts: VerifierFacts) -> Tensor:
     if tensor.dtype not in eight_bit or (scale_name is None and tensor.dtype == torch.int8) or offset:
         kind = facts.quantization or "unknown"
         raise VerifierError(
-            f"{facts.name_or_path}: {name} is stored as {str(tensor.dtype).removeprefix('torch.')} (quantisation: {kind}), "
-            "and peagle does not unpack that format. Use a copy of the verifier whose head and embedding are not "
+            f"{facts.name_or_path}: {name} is stored as {str(tensor.dtype)[6:]} (quantisation: {kind}), and "
+            "peagle does not unpack that format. Use a copy of the verifier whose head and embedding are not "
             "quantised."
         )
     values = tensor.to(torch.float32)
