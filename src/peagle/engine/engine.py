@@ -176,7 +176,7 @@ class _Run:
         self.probs: Tensor | None = None
 
     def answers(self) -> list[Answer]:
-        with self.verifier.capturing():
+        with self.verifier.session():
             while self.waiting or self.rows:
                 while self.waiting and len(self.rows) < self.num_rows:
                     self._admit(*self.waiting.popleft())

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from torch.nn import functional as F
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from peagle.engine.cache import KeyValues
 from peagle.engine.span import Ruler, Span
 from peagle.errors import VerifierError
 
+_ATTENTION = "peagle_engine"
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -71,10 +74,14 @@ class VerifierPass:
         self._taken: dict[int, Tensor] = {}
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Hold the hooks that take the auxiliary states; none where no states are wanted."""
+    def session(self) -> Iterator[None]:
+        """Hold the hooks that take the auxiliary states (none where no states are wanted), and use our attention."""
         handles = []
         layers = self.model.get_decoder().layers
+        config = self.model.config.get_text_config()
+        implementation = config._attn_implementation
+        if implementation == "sdpa":
+            config._attn_implementation = _ATTENTION
         for layer_id in self.aux_layer_ids or ():
             if layer_id < len(layers):
                 handles.append(layers[layer_id].register_forward_pre_hook(self._take_input(layer_id), with_kwargs=True))
@@ -83,6 +90,7 @@ class VerifierPass:
         try:
             yield
         finally:
+            config._attn_implementation = implementation
             for handle in handles:
                 handle.remove()
 
@@ -139,11 +147,35 @@ class VerifierPass:
         return hook
 
 
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Transformers' sdpa, but for grouped queries beside a mask it does not repeat keys and values.
+
+    Not registered with a mask function, so that Transformers takes our masks as they are and makes none of its own.
+    """
+    if kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    attended = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        scale=kwargs.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
 def _attention_kinds(config: Any) -> tuple[tuple[str, ...], int]:
     """The kinds of attention layers of a model, and the window of those that are limited (0 if none)."""
     config = config.get_text_config()
     implementation = config._attn_implementation
-    if implementation not in ("sdpa", "eager"):
+    if implementation not in ("sdpa", "eager", _ATTENTION):
         raise VerifierError(f"attention {implementation!r}: the engine needs attn_implementation sdpa or eager")
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
