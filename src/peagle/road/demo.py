@@ -42,7 +42,7 @@ class DemoConfig(StageConfig):
     """Train questions that the verifier answers; more make a better drafter and a longer demo."""
     test_questions: int = Field(40, ge=1, le=100)
     """Held-out questions for the measurement."""
-    steps: int = Field(600, ge=1)
+    steps: int = Field(660, ge=1)
     """Optimizer steps."""
     seed: int = Field(0, ge=0)
     """Seed of the training."""
@@ -211,7 +211,7 @@ def _train(config: DemoConfig, at: Places) -> None:
                 "max_steps": config.steps,
                 "lr": LEARNING_RATE,
                 "checkpoint_freq": 100,
-                "train_data_ratio": 0.95,
+                "train_data_ratio": 0.98,
                 "save_dtype": "float32",
                 "seed": config.seed,
             }
