@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from peagle.drafter.card import card, is_hub_id, public_name, run_facts, write_card
+from peagle.drafter.card import NOT_MEASURED, card, is_hub_id, public_name, refresh_card, run_facts, write_card
 from peagle.drafter.config import DrafterConfig
 
 EVALUATION = {
@@ -92,3 +92,17 @@ def test_the_run_beside_a_checkpoint_is_found_through_its_link(tmp_path):
     assert run_facts(tmp_path) != {}
     (tmp_path / "elsewhere").mkdir()
     assert run_facts(tmp_path / "elsewhere" / "x") == {}
+
+
+def test_a_refreshed_card_gains_the_run_and_the_table_and_keeps_them(tmp_path):
+    (tmp_path / "run.yaml").write_text("train:\n  lr: 0.5\n")
+    folder = tmp_path / "0"
+    folder.mkdir()
+    write_card(folder, config("a/b"), {}, None, None)
+    refresh_card(folder, config("a/b"), None)
+    assert "| lr | 0.5 |" in (folder / "README.md").read_text()
+    assert NOT_MEASURED in (folder / "README.md").read_text()
+    refresh_card(folder, config("a/b"), EVALUATION)
+    refresh_card(folder, config("a/b"), None)
+    assert "| Pooled | 80.0 | 50.0 | 2.300 |" in (folder / "README.md").read_text()
+    refresh_card(tmp_path / "gone" / "deeper", config("a/b"), None)

@@ -7,6 +7,7 @@ trained it never enter the card.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,7 +17,10 @@ import yaml
 from peagle.drafter.config import DrafterConfig
 from peagle.files import whole_file
 
+logger = logging.getLogger(__name__)
+
 CARD = "README.md"
+NOT_MEASURED = "Not measured yet: `peagle evaluate` does it, and adds the table here."
 KINDS = {"peagle": "P-EAGLE", "eagle3": "EAGLE-3"}
 # Settings of a run that a reader of the card wants, in this order; those that are not there are left out.
 _SHOWN = (
@@ -37,6 +41,23 @@ def write_card(
     """Write README.md into a checkpoint folder; see `card`."""
     with whole_file(folder / CARD) as temporary:
         temporary.write_text(card(config, run, evaluation, license_name), encoding="utf-8")
+
+
+def refresh_card(folder: Path, config: DrafterConfig, evaluation: Mapping[str, Any] | None) -> None:
+    """Write the card of a checkpoint anew with all that is known now; a folder that cannot be written is left as it is.
+
+    Args:
+        folder: the checkpoint, on this disk.
+        config: the drafter's.
+        evaluation: what was just measured; None keeps the table that the card has.
+    """
+    path = folder / CARD
+    try:
+        if evaluation is None and path.is_file() and NOT_MEASURED not in path.read_text(encoding="utf-8"):
+            return
+        write_card(folder, config, run_facts(folder), evaluation, None)
+    except OSError as error:
+        logger.debug("%s: the card was not written (%s)", path, error)
 
 
 def run_facts(checkpoint: Path) -> dict[str, Any]:
@@ -128,7 +149,7 @@ def _metadata(config: DrafterConfig, license_name: str | None) -> str:
 def _acceptance(evaluation: Mapping[str, Any] | None) -> list[str]:
     pooled = (evaluation or {}).get("pooled") or {}
     if evaluation is None or not pooled.get("acceptance_per_position"):
-        return ["## Acceptance", "", "Not measured yet: `peagle evaluate` does it, and adds the table here.", ""]
+        return ["## Acceptance", "", NOT_MEASURED, ""]
     depth = len(pooled["acceptance_per_position"])
     head = ["dataset", "pos 1", *(str(k) for k in range(2, depth + 1)), "length"]
     lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]

@@ -15,6 +15,7 @@ from rich.console import Console
 from peagle import drafter as drafters
 from peagle import log
 from peagle.drafter import DrafterConfig
+from peagle.drafter.card import refresh_card
 from peagle.drafter.checkpoint import read_config
 from peagle.engine import Sampling
 from peagle.evaluate import table
@@ -151,6 +152,8 @@ def _report(
         "trained_num_speculative_tokens": shape.num_speculative_tokens,
     }
     write_json(path, {**record, **outcome.figures()})
+    if Path(config.checkpoint).is_dir():  # a download in the hub's cache keeps the card that it came with
+        refresh_card(folder, shape, {**record, **outcome.figures()})
     with whole_file(path.with_suffix(".md")) as temporary:
         temporary.write_text(outcome.markdown(), encoding="utf-8")
     counts = {

@@ -13,6 +13,7 @@ import torch
 from peagle import log
 from peagle.drafter import Drafter
 from peagle.drafter import load as load_drafter
+from peagle.drafter.card import refresh_card
 from peagle.drafter.checkpoint import DTYPES
 from peagle.drafter.warm_start import warm_start
 from peagle.errors import ConfigError, DiskError
@@ -249,6 +250,8 @@ def _record(
             "seconds": round(seconds, 2),
         },
     )
+    for name in kept:
+        refresh_card(config.save_path / name, decision.drafter_config(), None)
     why = "; ".join(f"{reason}: {count}" for reason, count in dropped.items() if count) or "none"
     logger.info("read %d rows, trained on %d and validated on %d, dropped %s; wrote checkpoints %s to %s in %s",
                 decision.num_prepared, len(decision.train), len(decision.held_out), why, ", ".join(kept),
