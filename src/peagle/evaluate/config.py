@@ -61,6 +61,10 @@ class EvaluateConfig(StageConfig):
     be repeated."""
     concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
     """Requests under way at once."""
+    plain_endpoint: str | None = Field(None, json_schema_extra=_SERVER)
+    """Address of a server of the same verifier without a drafter, measured beside it at each of --concurrencies."""
+    concurrencies: tuple[int, ...] = Field((), json_schema_extra=_SERVER)
+    """Measure tokens/s, time to the first token and time between tokens at these numbers of requests under way."""
     request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
     """Longest wait for one answer."""
     max_retries: int = Field(3, ge=0, json_schema_extra=_SERVER)
@@ -78,6 +82,12 @@ class EvaluateConfig(StageConfig):
             raise ValueError("give either --data (prompts) or --data-path (prepared rows)")
         if self.hidden_states_path is not None and self.data_path is None:
             raise ValueError("--hidden-states-path belongs to prepared rows: give their --data-path too")
+        if (self.concurrencies or self.plain_endpoint) and not self.endpoint:
+            raise ValueError("--concurrencies and --plain-endpoint are about a served drafter: give its --endpoint")
+        if self.plain_endpoint and not self.concurrencies:
+            raise ValueError("--plain-endpoint is measured at --concurrencies; name some, such as 1 4 16")
+        if any(number < 1 for number in self.concurrencies):
+            raise ValueError("--concurrencies must be at least 1 each")
         if self.endpoint and self.mode == "replay":
             raise ValueError("--mode replay needs no server; leave --endpoint out")
         return self

@@ -21,6 +21,16 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
+class Served:
+    """Speed of a server."""
+
+    tokens_per_s: float | None
+    """Over all its requests under way."""
+    by_concurrency: Sequence[Mapping[str, Any]]
+    """See `latency.under_load`."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Everything that was found."""
 
@@ -29,8 +39,7 @@ class Outcome:
     datasets: Mapping[str, DatasetCounts]
     decoded: Decoded | None
     agreement: Agreement | None
-    served_tokens_per_s: float | None
-    """Of a server, over all its requests under way."""
+    served: Served | None
     notes: Sequence[str]
 
     def figures(self) -> dict[str, Any]:
@@ -85,7 +94,7 @@ class Outcome:
                 )
         elif speed["tokens_per_s"]:
             found.append(f"speed: {speed['tokens_per_s']:.1f} tokens/s over all requests under way")
-        return found
+        return found + [_under_load(point) for point in speed.get("by_concurrency", ())]
 
     @property
     def is_sound(self) -> bool:
@@ -156,7 +165,11 @@ class Outcome:
     def _speed(self) -> dict[str, Any]:
         run = None if self.decoded is None else self.decoded.contest
         if run is None:
-            return {"tokens_per_s": self.served_tokens_per_s, "plain_tokens_per_s": None, "speedup": None}
+            figures: dict[str, Any] = {"tokens_per_s": None, "plain_tokens_per_s": None, "speedup": None}
+            if self.served is not None:
+                figures["tokens_per_s"] = self.served.tokens_per_s
+                figures["by_concurrency"] = [dict(point) for point in self.served.by_concurrency]
+            return figures
         ours = run.tokens_per_s("drafter")
         plain = {"engine": run.tokens_per_s("engine"), "transformers": run.tokens_per_s("transformers")}
         faster = max(plain, key=lambda name: plain[name] or 0.0)
@@ -175,3 +188,19 @@ class Outcome:
             "plain_ms_per_token": 1e3 / best if best else None,
             "compared_prompts": 0 if self.decoded is None else len(self.decoded.compared),
         }
+
+
+def _under_load(point: Mapping[str, Any]) -> str:
+    """One concurrency in a line, the plain server's figures in brackets."""
+
+    def beside(key: str, unit: str) -> str:
+        plain = point.get(f"plain_{key}")
+        value = "-" if point[key] is None else f"{point[key]:.1f}"
+        return f"{value}{unit}" + ("" if plain is None else f" ({plain:.1f})")
+
+    rates = point["tokens_per_s"], point.get("plain_tokens_per_s")
+    times = f", {rates[0] / rates[1]:.2f} times" if rates[1] else ""
+    return (
+        f"{point['concurrency']} at once: {beside('tokens_per_s', ' tokens/s')}{times}; first token "
+        f"{beside('ttft_ms', ' ms')}, between tokens {beside('itl_ms', ' ms')}"
+    )

@@ -23,7 +23,7 @@ from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.counts import DatasetCounts, pool
 from peagle.evaluate.decoding import count, decode
 from peagle.evaluate.items import DEFAULT_LIMIT, Read, by_source, read_items
-from peagle.evaluate.outcome import Outcome
+from peagle.evaluate.outcome import Outcome, Served
 from peagle.evaluate.pairing import check_pair
 from peagle.evaluate.records import open_store
 from peagle.evaluate.replay import total
@@ -125,7 +125,38 @@ def _serve(
         served.close()
     depth = max((one.total.num_speculative_tokens for one in datasets.values()), default=depth)
     datasets = {name: one for name, one in datasets.items() if one.total.num_speculative_tokens == depth}
-    return Outcome(depth, datasets, None, None, generated / seconds if seconds else None, notes)
+    loads = _load(config, read, limit, eos_ids(facts, tokenizer), served.max_tokens) if config.concurrencies else []
+    return Outcome(depth, datasets, None, None, Served(generated / seconds if seconds else None, loads), notes)
+
+
+def _load(
+    config: EvaluateConfig, read: Read, limit: int, ends: tuple[int, ...], max_tokens: int
+) -> list[dict[str, Any]]:
+    """Tokens/s and latencies at each asked concurrency, beside a server without a drafter if there is one."""
+    from peagle.evaluate.latency import LoadedServer, under_load
+
+    prompts = [item.prompt_ids for item in read.items if len(item.prompt_ids) + limit <= max_tokens]
+    if not prompts:
+        return []
+    settings = {
+        "max_tokens": limit,
+        "temperature": config.temperature,
+        "top_p": config.top_p if config.temperature > 0 else 1.0,
+        "ignore_eos": True,
+        "stop_token_ids": list(ends),
+        "return_token_ids": True,
+    }
+    most = max(config.concurrencies)
+    servers: list[LoadedServer] = []
+    try:
+        for url in (config.endpoint[0], *((config.plain_endpoint,) if config.plain_endpoint else ())):
+            name = config.served_model_name if not servers else None
+            servers.append(LoadedServer(url, config.api_key, name, config.request_timeout_s, most))
+        plain = servers[1] if len(servers) > 1 else None
+        return under_load(servers[0], plain, prompts, settings, config.concurrencies)
+    finally:
+        for server in servers:
+            server.close()
 
 
 def _report(
