@@ -1,4 +1,4 @@
-"""Count the bug reports of docs/bug-reports.md whose tests pass: every test that bears a report's id in its name is run.
+"""Count the bug reports of docs/bug-reports.md whose tests pass: each test that bears a report's id is run.
 
     .venv/bin/python benchmarks/bug_reports.py [--json]
 

@@ -61,7 +61,7 @@ def minimal_multiply_adds(pairs: int, layout, supervised: int, sizes: dict) -> f
     """Multiply-adds nobody can do without: no recomputation, no gradient of the head, the verifier once per label.
 
     Projections count three times (forward, inputs' and weights' gradients); layer 0 of the mask slots is one vector;
-    a frozen input needs no gradient (`fc`). Attention counts visible (query, key) pairs: twice forward, four times back.
+    a frozen input needs no gradient (`fc`). Attention counts visible (query, key) pairs: two forward, four back.
     """
     h, heads, kv, d, inter = (sizes[key] for key in ("hidden", "heads", "kv_heads", "head_dim", "inter"))
     deep = layout.num_slots
@@ -224,7 +224,7 @@ def peer_worker(options: argparse.Namespace) -> None:
     # Weights come from us, so that both sides start alike.
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        for _, parameter in sorted(model.named_parameters()):
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
             else:
@@ -312,7 +312,7 @@ def main() -> int:
     parser.add_argument("--depths", type=int, default=8)
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--block", type=int, default=0, help="slots of a block; 0: what training would choose")
-    parser.add_argument("--chunk", type=int, default=0, help="rows of the head at a time; 0: what training would choose")
+    parser.add_argument("--chunk", type=int, default=0, help="rows of the head at a time; 0 likewise")
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--no-peer", action="store_true")

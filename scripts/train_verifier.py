@@ -222,7 +222,8 @@ def main() -> None:
         if step % 20 == 0:
             rate = seen / (time.monotonic() - start)
             left = (len(plan) - step) * (time.monotonic() - start) / (step + 1) / 60
-            print(f"step {step}/{len(plan)}  answer loss {running:.3f}  {rate:.0f} tokens/s  {left:.0f} min left", flush=True)
+            speed = f"{rate:.0f} tokens/s  {left:.0f} min left"
+            print(f"step {step}/{len(plan)}  answer loss {running:.3f}  {speed}", flush=True)
         if args.max_steps and step >= args.max_steps:
             break
         if (step + 1) % 400 == 0 or step + 1 == len(plan):

@@ -1,4 +1,4 @@
-"""Logging, progress, and the record of a run: rank 0 speaks, one steady line, nothing lost when output is not a terminal."""
+"""Logging, progress, and the record of a run: rank 0 speaks, in one steady line, also where there is no terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two operations whose backward is written by hand, because they are most of what a step holds and a fifth of its passes.
+"""Two operations whose backward is written by hand: they are most of what a step holds, and many of its passes.
 
 PyTorch's own RMS norm is a chain of six operations on the CPU and keeps two copies of its input; its SwiGLU keeps four
 [num_slots, intermediate_size] tensors where two suffice. On CUDA the fused RMS norm is taken.

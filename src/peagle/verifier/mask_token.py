@@ -63,8 +63,8 @@ def resolve_mask_token(tokenizer: Any, vocab_size: int, asked: int | None, must_
         shared = getattr(tokenizer, f"{name}_token_id", None)
         if shared is not None and shared < vocab_size:
             warning = (
-                f"no mask token: {full}, so the {name} token {shared} ({_text(tokenizer, shared)!r}) stands for it. The "
-                "drafter cannot tell the two apart; set --mask-token-id to a token that your text never has."
+                f"no mask token: {full}, so the {name} token {shared} ({_text(tokenizer, shared)!r}) stands for it. "
+                "The drafter cannot tell the two apart; set --mask-token-id to a token that your text never has."
             )
             return MaskToken(int(shared), f"{name} token", warning)
     raise VerifierError(
