@@ -59,16 +59,16 @@ def training_bytes(sizes: Sizes, num_layers: int, draft_vocab_size: int, optimiz
     """Memory of one training process on a GPU: weights, masters, gradients, optimizer, and the base pass of one pack.
 
     bfloat16 weights (2 bytes), float32 masters and gradients (4 each), Muon's momentum (4) for the layers' matrices and
-    AdamW's two moments (8) for the rest, one more head for the verifier; the base pass keeps about 8 hidden states, the
-    keys and values and 4 MLP states per layer and token, 2 bytes each; one GB of scratch.
+    AdamW's two moments (8) for the rest, one more head for the verifier; the base pass keeps, by count of what autograd
+    saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the collected gradients of keys and
+    values, and 6 hidden states per token at its entry, 2 bytes each; one GB of scratch.
     """
     layers, others, head = drafter_parameters(sizes, num_layers, draft_vocab_size)
     trained = layers + others
     weights = 2 * (trained + head) + 2 * sizes.vocab_size * sizes.hidden_size
     state = (4 if optimizer == "muon" else 8) * layers + 8 * others
     kv = sizes.num_key_value_heads * sizes.head_dim
-    per_token = num_layers * (8 * sizes.hidden_size + 2 * kv + 4 * sizes.intermediate_size)
-    per_token += (NUM_AUX_LAYERS + 1) * sizes.hidden_size
+    per_token = num_layers * (7 * sizes.hidden_size + 5 * kv + 2 * sizes.intermediate_size) + 6 * sizes.hidden_size
     return weights + 8 * trained + state + 2 * per_token * pack_tokens + 1e9
 
 
