@@ -27,11 +27,17 @@ def made(row: TokenRow) -> RowStates:
 
 
 class Verifier:
-    """Counts what is asked for and how much at once; slow enough to overlap."""
+    """Counts what is asked for and how much at once.
 
-    def __init__(self, seconds: float = 0.0, answers=None) -> None:
+    Args:
+        together: the first so many answers come only when so many are asked for at once.
+        answers: by row id, an error or another answer than the right one.
+    """
+
+    def __init__(self, together: int = 0, answers=None) -> None:
         self.asked: list[str] = []
-        self.most, self.now, self.seconds = 0, 0, seconds
+        self.most, self.now = 0, 0
+        self.gate = threading.Barrier(together, timeout=20) if together else None
         self.lock, self.answers = threading.Lock(), answers or {}
 
     def __call__(self, row: TokenRow) -> RowStates | RowRefused:
@@ -39,7 +45,9 @@ class Verifier:
             self.asked.append(row.row_id)
             self.now += 1
             self.most = max(self.most, self.now)
-        time.sleep(self.seconds)
+            waits = self.gate is not None and len(self.asked) <= self.gate.parties
+        if waits:
+            self.gate.wait()
         with self.lock:
             self.now -= 1
         answer = self.answers.get(row.row_id, made)
@@ -47,13 +55,21 @@ class Verifier:
             raise answer
         return answer(row)
 
+    def settled(self, count: int) -> list[str]:
+        """What was asked for, once that is `count` rows and a moment has passed in which more could have come."""
+        deadline_s = time.monotonic() + 20
+        while len(self.asked) < count and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        return list(self.asked)
+
 
 def asker(verifier: Verifier, skips: bool = False, kept: Kept | None = None, threads: int = 4) -> Asker:
     return Asker(verifier, ROWS.__getitem__, SPEC, None, threads, skips, kept)
 
 
 def test_announced_rows_are_asked_for_ahead_several_at_once_and_each_once():
-    verifier = Verifier(0.02)
+    verifier = Verifier(4)
     rows = ServedRows(asker(verifier), EXTENTS, 1000)
     rows.expect(list(ROWS))
     for row_id in ROWS:
@@ -66,14 +82,11 @@ def test_no_more_than_the_window_is_held():
     verifier = Verifier()
     rows = ServedRows(asker(verifier), EXTENTS, 20)
     rows.expect(list(ROWS))
-    time.sleep(0.1)
-    assert verifier.asked == ["r0", "r1", "r2"]  # 5 + 6 + 7 tokens, and 8 more would be 26
+    assert sorted(verifier.settled(3)) == ["r0", "r1", "r2"]  # 5 + 6 + 7 tokens, and 8 more would be 26
     rows.read("r0")
-    time.sleep(0.1)
-    assert len(verifier.asked) == 3  # 21
+    assert len(verifier.settled(3)) == 3  # 21
     rows.read("r1")
-    time.sleep(0.1)
-    assert verifier.asked[3:] == ["r3"]
+    assert verifier.settled(4)[3:] == ["r3"]
 
 
 def test_a_row_longer_than_the_window_is_let_through_alone():
