@@ -47,6 +47,7 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
     """Answers of one engine, with its counters and, if asked, every draft, task by task."""
     from vllm import LLM
 
+    repair_cpu_sampling()
     drafts = record_drafts() if job["record_drafts"] else []
     llm = LLM(
         model=job["model"],
@@ -115,6 +116,23 @@ def counters(llm: Any) -> dict[str, Any]:
         elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
             found["accepted"] = list(metric.values)
     return found
+
+
+def repair_cpu_sampling() -> None:
+    """Undo a fault of vLLM 0.32's CPU kernels, so that the rejection rule itself can be tested.
+
+    `_expand_kernel_impl` converts its float output to int64 for the C++ kernel and drops the result: the temperature that
+    divides the verifier's logits is uninitialized memory, and with a drafter every sampled answer is wrong. Greedy
+    decoding does not come by, nor do GPUs (Triton kernels). Needless once `vllm/utils/cpu_triton_utils.py` copies back.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Any, cumulative: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = torch.diff(cumulative, prepend=cumulative.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def record_drafts() -> list[list[list[int]]]:

@@ -328,6 +328,11 @@ def test_X12_an_older_vllm_is_refused_with_the_version_needed(folder: Path, vers
         assert "0.28 or newer" in str(found.of("error")[0])
 
 
+def test_wrong_sampling_of_the_cpu_build_is_a_warning(folder: Path) -> None:
+    assert "sample wrongly with a drafter" in warnings(folder, engine=Engine("0.32.0+cpu", "", None))
+    assert warnings(folder, engine=Engine("0.32.0+cu130", "", None)) == ""
+
+
 def test_X14_an_option_below_its_engine_version_is_a_warning(verifier: Path, tmp_path: Path) -> None:
     drafter = drafter_of(verifier, speculators_model_type="eagle3", mask_token_id=None, norm_before_fc=True)
     drafter_checkpoint.save(drafter, tmp_path / "d", "bfloat16")

@@ -15,6 +15,8 @@ from peagle.verifier.weights import load_embedding
 
 MIN_EAGLE3 = (0, 10)
 """First vLLM that reads Speculators' EAGLE-3 checkpoints."""
+LAST_WRONG_CPU_SAMPLING = (0, 32)
+"""Its `_expand_kernel_impl` for CPU drops the expanded temperature: found by the chi-square test of `tests/vllm`."""
 _SAMPLED_ROWS = 4096
 _UNRELATED_COSINE = 0.1
 
@@ -117,6 +119,12 @@ def check_engine(shape: ServedShape, architectures: tuple[str, ...], engine: Eng
     if engine is None:
         findings.note("vLLM", "is not installed here; its version and its support for the verifier were not checked")
         return
+    if "cpu" in engine.version and engine.release <= LAST_WRONG_CPU_SAMPLING:
+        findings.warning(
+            "vLLM",
+            f"{engine.version}: its CPU kernels sample wrongly with a drafter at temperature > 0 (greedy answers are "
+            "right; GPUs are not affected)",
+        )
     needed = MIN_VERSION if shape.kind == "peagle" else MIN_EAGLE3
     if engine.release < needed:
         findings.error(
