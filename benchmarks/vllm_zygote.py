@@ -121,9 +121,9 @@ def counters(llm: Any) -> dict[str, Any]:
 def repair_cpu_sampling() -> None:
     """Undo a fault of vLLM 0.32's CPU kernels, so that the rejection rule itself can be tested.
 
-    `_expand_kernel_impl` converts its float output to int64 for the C++ kernel and drops the result: the temperature that
-    divides the verifier's logits is uninitialized memory, and with a drafter every sampled answer is wrong. Greedy
-    decoding does not come by, nor do GPUs (Triton kernels). Needless once `vllm/utils/cpu_triton_utils.py` copies back.
+    `_expand_kernel_impl` converts its float output to int64 for the C++ kernel and drops the result: the temperature
+    that divides the verifier's logits is uninitialized memory, and with a drafter every sampled answer is wrong. Greedy
+    decoding does not come by, nor do GPUs (Triton). Needless once `vllm/utils/cpu_triton_utils.py` copies back.
     """
     import torch
     from vllm.v1.sample import rejection_sampler
