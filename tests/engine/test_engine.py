@@ -7,7 +7,7 @@ import peagle.engine.engine as engine_module
 from peagle.engine import Engine, Request, Sampling, probabilities
 from peagle.errors import ConfigError, VerifierError
 from tests.engine.helpers import Oracle, random_drafter
-from tests.fakes import TEXT_FAMILIES, tiny_model
+from tests.fakes import TEXT_FAMILIES, WRAPPERS, tiny_model
 
 GREEDY = Sampling()
 NO_EOS: list[int] = []
@@ -36,29 +36,28 @@ def oracle(monkeypatch, answers: dict, seed: int) -> type[Oracle]:
     return Oracle
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *WRAPPERS])
 def test_greedy_ids_are_the_verifiers_own_whatever_the_family_the_batch_and_the_drafter(family: str):
     model = tiny_model(family)
-    asked = prompts(6, seed=1)
-    wanted = own_answers(model, asked, 30)
-    requests = [Request(prompt, 30) for prompt in asked]
-    for kind in ("peagle", "eagle3", None):
+    asked = prompts(4, seed=1)
+    wanted = own_answers(model, asked, 16)
+    requests = [Request(prompt, 16) for prompt in asked]
+    for kind, batch_size in (("peagle", 1), ("peagle", 3), ("eagle3", 3), (None, 1), (None, 3)):
         drafter = None if kind is None else random_drafter(model, kind)
-        for batch_size in (1, 4):
-            engine = Engine(model, drafter, 0 if drafter is None else 4, [2], GREEDY, batch_size)
-            assert [answer.ids for answer in engine.generate(requests)] == wanted, (kind, batch_size)
+        engine = Engine(model, drafter, 0 if drafter is None else 4, [2], GREEDY, batch_size)
+        assert [answer.ids for answer in engine.generate(requests)] == wanted, (kind, batch_size)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("depth", [1, 4, 7])
+@pytest.mark.parametrize("depth", [1, 5])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_greedy_ids_are_the_verifiers_own_when_drafts_are_accepted_deeply(monkeypatch, family, depth, batch_size):
     model = tiny_model(family)
-    asked = prompts(9, seed=2, longest=40)
-    wanted = own_answers(model, asked, 45)
+    asked = prompts(7, seed=2, longest=40)
+    wanted = own_answers(model, asked, 40)
     oracle(monkeypatch, {tuple(p): w for p, w in zip(asked, wanted)}, seed=3)
     engine = Engine(model, random_drafter(model, depth=depth), depth, [2], GREEDY, batch_size)
-    answers = engine.generate([Request(prompt, 45) for prompt in asked])
+    answers = engine.generate([Request(prompt, 40) for prompt in asked])
     assert [answer.ids for answer in answers] == wanted
     accepted = [round.num_accepted for answer in answers for round in answer.passes]
     assert set(accepted) == set(range(depth + 1))  # every length of prefix happened
@@ -184,7 +183,7 @@ def test_sampled_answers_have_the_verifiers_distribution(kind: str, draft_vocab_
         aux_layer_ids=(0, 1, 2),
         mask_token_id=7 if kind == "peagle" else None,
     )
-    prompt, count = [4, 5, 6], 1200
+    prompt, count = [4, 5, 6], 800
     answers = Engine(model, drafter, 2, NO_EOS, sampling, 100).generate([Request(prompt, 3)] * count)
     accepted = sum(round.num_accepted for answer in answers for round in answer.passes)
     assert accepted > count / 10  # the rule was at work

@@ -45,6 +45,11 @@ def test_the_fused_layers_equal_the_network(changes: dict, starts: list[int]):
         return attend_heads(layer, *(part.transpose(1, 2) for part in (q, k, v))).transpose(1, 2).flatten(2)
 
     with torch.inference_mode():
-        found = FusedDrafter(drafter, 32).run(embeds, hidden, span, attend_heads)
+        layers = FusedDrafter(drafter)
+        layers.reserve(8)
+        layers.reserve(32)
+        found = layers.run(embeds, hidden, span, attend_heads)
         wanted = drafter.carried_pass(drafter.enter(embeds, hidden), span.positions, attend)
+        logits = drafter.logits(drafter.norm(wanted))
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+    assert (layers.logits(found) - logits).norm() <= 1e-5 * logits.norm()

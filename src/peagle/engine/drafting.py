@@ -36,6 +36,7 @@ class Drafting:
 
     Args:
         drafter: P-EAGLE or EAGLE-3; its config says which.
+        layers: the same drafter's layers for inference.
         num_speculative_tokens: K.
         sampling: greedy takes the drafter's most likely tokens; else tokens are drawn from its distributions, under the
             same temperature and top-p as the verifier's.
@@ -46,6 +47,7 @@ class Drafting:
     def __init__(
         self,
         drafter: Drafter,
+        layers: FusedDrafter,
         num_speculative_tokens: int,
         sampling: Sampling,
         vocab_size: int,
@@ -60,7 +62,8 @@ class Drafting:
         )
         weight = drafter.fc.weight
         self._device = weight.device
-        self._layers = FusedDrafter(drafter, capacity)
+        self._layers = layers
+        layers.reserve(capacity + 2 * num_speculative_tokens)
         self._cache = KeyValues(num_rows, capacity)
         self._ruler = Ruler(capacity, 2 * num_speculative_tokens + 1, weight.dtype, weight.device)
         self._span: Span | None = None
@@ -149,7 +152,7 @@ class Drafting:
 
     def _draw(self, carried: Tensor, uniforms: Tensor | None) -> Draft:
         """Tokens from states before the final norm, [rows, num_drawn, hidden]."""
-        logits = self._drafter.logits(self._drafter.norm(carried))
+        logits = self._layers.logits(carried)
         if uniforms is None:
             return Draft(self._drafter.to_verifier_ids(logits.argmax(-1)), None)
         probs = probabilities(logits, self._sampling.temperature, self._sampling.top_p)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from peagle.drafter import Drafter
 from peagle.engine.acceptance import accept, pick
 from peagle.engine.drafting import Drafting
+from peagle.engine.fused import FusedDrafter
 from peagle.engine.sampling import Sampling, probabilities
 from peagle.engine.verifier_pass import VerifierPass
 from peagle.errors import ConfigError
@@ -120,6 +121,7 @@ class Engine:
                     f"the verifier has {config.num_hidden_layers} layers"
                 )
             drafter.eval()
+        self._layers = None if drafter is None else FusedDrafter(drafter)
         self._vocab_size = config.vocab_size
 
     def generate(
@@ -165,8 +167,8 @@ class _Run:
         self.verifier = VerifierPass(engine.model, aux_layer_ids, num_rows, capacity, self.depth + 1)
         self.drafting = (
             None
-            if drafter is None
-            else Drafting(drafter, self.depth, self.sampling, engine._vocab_size, num_rows, capacity)
+            if drafter is None or engine._layers is None
+            else Drafting(drafter, engine._layers, self.depth, self.sampling, engine._vocab_size, num_rows, capacity)
         )
         self.num_rows = num_rows
         self.waiting = deque(enumerate(requests))

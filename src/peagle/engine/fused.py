@@ -48,26 +48,37 @@ class FusedDrafter:
 
     Args:
         drafter: the network; later changes of its weights are not seen.
-        capacity: positions to compute rotary tables for.
     """
 
-    def __init__(self, drafter: Drafter, capacity: int) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         config = drafter.config
         self._hidden, self._eps = (config.hidden_size,), config.rms_norm_eps
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim, self._is_residual_normed = config.head_dim, config.norm_before_residual
         self._layers = [_fuse(cast(Layer, layer), self._heads, self._kv_heads) for layer in drafter.layers]
-        cos, sin = drafter.rotary(torch.arange(capacity, device=drafter.fc.weight.device), drafter.fc.weight.dtype)
-        self._cos = cos
+        self._norm, self._head = drafter.norm.weight.detach(), drafter.lm_head.weight.detach()
+        self._drafter = drafter
+        self._cos = self._sin = drafter.fc.weight.new_empty(0)
+
+    def reserve(self, capacity: int) -> None:
+        """Compute rotary tables for so many positions, unless they are there."""
+        if len(self._cos) >= capacity:
+            return
+        weight, half = self._drafter.fc.weight, self._head_dim // 2
+        self._cos, sin = self._drafter.rotary(torch.arange(capacity, device=weight.device), weight.dtype)
         # rotate(x) = x * cos + [-x_2, x_1] * sin = x * cos + roll(x) * [-sin_1, sin_2]
-        self._sin = torch.cat([-sin[..., : self._head_dim // 2], sin[..., self._head_dim // 2 :]], -1)
+        self._sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+
+    def logits(self, carried: Tensor) -> Tensor:
+        """The final norm and the head: [..., hidden_size] -> [..., draft_vocab_size]."""
+        return F.linear(F.rms_norm(carried, self._hidden, self._norm, self._eps), self._head)
 
     def run(self, embeds: Tensor, hidden: Tensor, span: Span, attend: AttendHeads) -> Tensor:
         """All layers without the final norm.
 
         Args:
             embeds, hidden: as for `Drafter.enter`, [num_rows, num_tokens, hidden_size].
-            span: positions of the slots.
+            span: positions of the slots, within what was reserved.
             attend: attention of one layer.
 
         Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ class VerifierCache(Cache):
 
 
 class VerifierPass:
-    """Runs the verifier. One at a time per model: the states are taken by hooks.
+    """Runs the verifier, inside its `session`; one at a time per model.
 
     Args:
         model: a causal language model of Transformers, in eval mode, with sdpa or eager attention.
@@ -75,24 +75,26 @@ class VerifierPass:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Hold the hooks that take the auxiliary states (none where no states are wanted), and use our attention."""
-        handles = []
+        """Take the auxiliary states (none where none are wanted) and use our attention, until left."""
         layers = self.model.get_decoder().layers
         config = self.model.config.get_text_config()
         implementation = config._attn_implementation
         if implementation == "sdpa":
             config._attn_implementation = _ATTENTION
+        wrapped: list[tuple[nn.Module, Any]] = []
         for layer_id in self.aux_layer_ids or ():
-            if layer_id < len(layers):
-                handles.append(layers[layer_id].register_forward_pre_hook(self._take_input(layer_id), with_kwargs=True))
-            else:
-                handles.append(layers[-1].register_forward_hook(self._take_output(layer_id)))
+            layer = layers[min(layer_id, len(layers) - 1)]
+            wrapped.append((layer, layer.__dict__.get("forward")))
+            layer.forward = self._taking(layer.forward, layer_id, layer_id < len(layers))
         try:
             yield
         finally:
             config._attn_implementation = implementation
-            for handle in handles:
-                handle.remove()
+            for layer, before in reversed(wrapped):
+                if before is None:
+                    del layer.forward
+                else:
+                    layer.forward = before
 
     def run(self, token_ids: Tensor, span: Span, num_logits: int) -> tuple[Tensor, Tensor | None]:
         """Forward the tokens of a span.
@@ -134,17 +136,19 @@ class VerifierPass:
             masks[kind] = mask
         return masks if len(masks) > 1 else masks[self._kinds[0]]
 
-    def _take_input(self, layer_id: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._taken[layer_id] = args[0] if args else kwargs["hidden_states"]
+    def _taking(self, forward: Callable[..., Any], layer_id: int, is_input: bool) -> Callable[..., Any]:
+        """A layer's forward that leaves its input, or its output, in `_taken`. A hook would do, but sends every call of
+        the layer through the slow path of nn.Module: 0.2 ms of a 6 ms pass."""
 
-        return hook
+        def taking(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            output = forward(hidden_states, *args, **kwargs)
+            if is_input:
+                self._taken[layer_id] = hidden_states
+            else:
+                self._taken[layer_id] = output[0] if isinstance(output, tuple) else output
+            return output
 
-    def _take_output(self, layer_id: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._taken[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+        return taking
 
 
 def _attention(

@@ -40,8 +40,11 @@ class EvaluateConfig(StageConfig):
     batch_size: int = Field(1, ge=1)
     """Prompts decoded side by side, with and without the drafter."""
     compare_samples: int = Field(40, ge=0)
-    """So many prompts are decoded plainly too, by Transformers' `generate` and by our engine without a drafter: for the
-    speed beside plain decoding and the proof that the answers are the same. 0: none."""
+    """So many prompts are decoded plainly beside the drafter, by Transformers' `generate` and by our engine without
+    one: for the speed, and the proof that the answers are the same. 0: none."""
+    check_samples: int = Field(100, ge=0)
+    """So many answers in all are compared with the verifier's own, token by token; those beyond --compare-samples with
+    what Transformers' `generate` writes in larger batches, untimed."""
     temperature: float = Field(0.0, ge=0, json_schema_extra=_SAMPLING)
     """0 is greedy. Above 0, replay gives the expected acceptance, the sum of min(drafter, verifier)."""
     top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=_SAMPLING)

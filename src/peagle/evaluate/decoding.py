@@ -14,6 +14,8 @@ from peagle.evaluate.counts import Counts, DatasetCounts, context_bucket
 from peagle.evaluate.items import Item, by_source, in_turn
 from peagle.verifier.transformers import TransformersVerifier
 
+_CHECK_BATCH = 32
+
 
 @dataclass(frozen=True)
 class Decoded:
@@ -21,11 +23,12 @@ class Decoded:
 
     answers: list[Answer]
     """In the order of the items."""
-    compared: list[int]
-    """Items that were decoded plainly too."""
     contest: Contest | None
-    differences: list[Difference] | None
-    """Answers that are not the verifier's own, by place in `compared`; None in sampling, where none can be."""
+    """Over the items that were timed."""
+    checked: list[int]
+    """Items whose answers were compared with the verifier's own; empty in sampling: nothing must be the same."""
+    differences: list[Difference]
+    """Answers that are not the verifier's own, by place in `checked`."""
 
 
 def decode(
@@ -36,7 +39,8 @@ def decode(
     eos_token_ids: Sequence[int],
     sampling: Sampling,
     batch_size: int,
-    num_compared: int,
+    num_timed: int,
+    num_checked: int,
 ) -> Decoded:
     """Decode the items.
 
@@ -47,30 +51,50 @@ def decode(
         eos_token_ids: tokens that end an answer.
         sampling: how tokens are chosen.
         batch_size: prompts side by side.
-        num_compared: so many items, of each data set in turn, are decoded plainly too.
+        num_timed: so many items, of each data set in turn, are decoded plainly beside the drafter.
+        num_checked: so many answers in all are compared with the verifier's own.
     """
     requests = [Request(item.prompt_ids, item.limit) for item in items]
     engine = Engine(verifier.model, drafter, depth, eos_token_ids, sampling, batch_size)
-    compared = in_turn([item.source for item in items])[:num_compared]
+    order = in_turn([item.source for item in items])
+    timed, checked = order[:num_timed], order[: max(num_timed, num_checked)] if sampling.is_greedy else []
+    own = TransformersBaseline(verifier.model, eos_token_ids, sampling)
     answers: list[Answer | None] = [None] * len(items)
     run = None
-    if compared:
+    if timed:
         plain = Engine(verifier.model, None, 0, eos_token_ids, sampling, batch_size)
-        own = TransformersBaseline(verifier.model, eos_token_ids, sampling)
-        run = contest(engine, plain, own, [requests[i] for i in compared], batch_size)
-        for place, answer in zip(compared, run.answers):
+        run = contest(engine, plain, own, [requests[i] for i in timed], batch_size)
+        for place, answer in zip(timed, run.answers):
             answers[place] = answer
     rest = [place for place, answer in enumerate(answers) if answer is None]
     if rest:
         with log.progress("decode", len(rest), "prompts") as meter:
-            found = engine.generate([requests[place] for place in rest], lambda _, __: meter.advance(1))
-        for place, answer in zip(rest, found):
+            others = engine.generate([requests[place] for place in rest], lambda _, __: meter.advance(1))
+        for place, answer in zip(rest, others):
             answers[place] = answer
-    differing = None
-    if run is not None and sampling.is_greedy:
-        ids = [answer.ids for answer in run.answers]
-        differing = differences(verifier.model, [requests[i] for i in compared], ids, run.own_ids)
-    return Decoded([answer for answer in answers if answer is not None], compared, run, differing)
+    known = {} if run is None else dict(zip(timed, run.own_ids))
+    _own_answers(own, requests, [place for place in checked if place not in known], known)
+    whole = [answer for answer in answers if answer is not None]
+    found = differences(
+        verifier.model,
+        [requests[place] for place in checked],
+        [whole[place].ids for place in checked],
+        [known[place] for place in checked],
+    )
+    return Decoded(whole, run, checked, found)
+
+
+def _own_answers(
+    own: TransformersBaseline, requests: Sequence[Request], places: list[int], known: dict[int, list[int]]
+) -> None:
+    """Add the verifier's own greedy answers, prompts of like length together."""
+    places = sorted(places, key=lambda place: len(requests[place].prompt_ids))
+    if not places:
+        return
+    with log.progress("the verifier's own answers", len(places), "prompts") as meter:
+        for some in (places[i : i + _CHECK_BATCH] for i in range(0, len(places), _CHECK_BATCH)):
+            known.update(zip(some, own.generate([requests[place] for place in some])))
+            meter.advance(len(some))
 
 
 def count(items: Sequence[Item], answers: Sequence[Answer], depth: int) -> dict[str, DatasetCounts]:

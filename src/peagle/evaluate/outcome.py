@@ -116,19 +116,19 @@ class Outcome:
         )
 
     def _differences(self) -> list[Difference]:
-        return [] if self.decoded is None or self.decoded.differences is None else self.decoded.differences
+        return [] if self.decoded is None else self.decoded.differences
 
     def _lossless(self) -> dict[str, Any]:
-        if self.decoded is None or self.decoded.differences is None:
+        if self.decoded is None or not self.decoded.checked:
             return {"checked": None, "identical": None, "excused": None, "differences": []}
-        found, checked = self._differences(), len(self.decoded.compared)
+        found, checked = self._differences(), len(self.decoded.checked)
         return {
             "checked": checked,
             "identical": checked - len(found),
             "excused": sum(one.is_tie for one in found),
             "differences": [
                 {
-                    "prompt": self.decoded.compared[one.index],
+                    "prompt": self.decoded.checked[one.index],
                     "position": one.position,
                     "token": one.token,
                     "own_token": one.own_token,
@@ -186,7 +186,7 @@ class Outcome:
             "draft_ms_per_pass": 1e3 * run.laps.draft_s / steps if steps else None,
             "verify_ms_per_pass": 1e3 * run.laps.verify_s / steps if steps else None,
             "plain_ms_per_token": 1e3 / best if best else None,
-            "compared_prompts": 0 if self.decoded is None else len(self.decoded.compared),
+            "compared_prompts": len(run.answers),
         }
 
 

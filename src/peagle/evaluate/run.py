@@ -85,7 +85,17 @@ def _measure(
     store = None if config.hidden_states_path is None else open_store(config.hidden_states_path, drafter.config)
     verifier = TransformersVerifier(facts, dtype, device)
     ends = eos_ids(facts, tokenizer)
-    decoded = decode(verifier, drafter, read.items, depth, ends, sampling, config.batch_size, config.compare_samples)
+    decoded = decode(
+        verifier,
+        drafter,
+        read.items,
+        depth,
+        ends,
+        sampling,
+        config.batch_size,
+        config.compare_samples,
+        config.check_samples,
+    )
     agreement = None
     if config.mode == "both" and sampling.is_greedy:
         agreement = replay_decoded(verifier, drafter, store, read.items, decoded.answers, depth, sampling)
