@@ -168,7 +168,7 @@ def _expect(
         at = anchors[:, None] + 1 + torch.arange(depth, device=device)
         is_known = at + 1 < len(ids)
         at = at.clamp(max=len(ids) - 2)
-        p_logits = head.logits(head.normed(recorded.last_states[at].to(device)))
+        p_logits = head.logits(head.normed(recorded.last_states[at.cpu()].to(device)))
         p = probabilities(p_logits, sampling.temperature, sampling.top_p)
         tokens = ids[at + 1]
         places = place_of[tokens]
