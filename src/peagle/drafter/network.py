@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.utils.checkpoint
@@ -184,10 +185,16 @@ class Drafter(nn.Module):
         """cos and sin for `rotate`, each [..., num_slots, 1, head_dim]."""
         return rotary_table(self.inv_freq, self.rope_scale, rope_pos, dtype)
 
+    def decoder(self) -> list[Layer]:
+        """The layers, as what they are."""
+        return cast("list[Layer]", list(self.layers))
+
     def enter(self, embeds: Tensor, hidden: Tensor) -> Entered:
         """Layer 0's norms and projections of slots, each input [..., num_slots, hidden_size]."""
-        read, residual = self.layers[0].enter(embeds, hidden)
-        return Entered(*self.layers[0].self_attn.qkv(read), residual)
+        first = self.decoder()[0]
+        read, residual = first.enter(embeds, hidden)
+        q, k, v = first.self_attn.qkv(read)
+        return Entered(q, k, v, residual)
 
     def layers_pass(self, embeds: Tensor, hidden: Tensor, rope_pos: Tensor, attend: Attend) -> Tensor:
         """All layers and the final norm.
@@ -231,7 +238,7 @@ class Drafter(nn.Module):
             k = rotate(k, cos, sin)
             return layer.leave(residual, attend(rotate(q, cos, sin), k, v)), k, v
 
-        for layer in self.layers:
+        for layer in self.decoder():
             if checkpoint:
                 hidden, k, v = torch.utils.checkpoint.checkpoint(one, layer, embeds, hidden, use_reentrant=False)
             else:
@@ -246,7 +253,7 @@ class Drafter(nn.Module):
         q, k, v, residual = entered.q, entered.k, entered.v, entered.residual
         v = v.expand(*rope_pos.shape, *v.shape[-2:])
         hidden = residual
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.decoder()):
             if index:
                 read, residual = layer.enter(hidden, hidden)
                 q, k, v = layer.self_attn.qkv(read)
