@@ -18,6 +18,7 @@ from peagle.drafter.convert import convert
 from peagle.drafter.convert_settings import ConvertConfig
 from peagle.drafter.convert_tensors import draft_ids_of
 from peagle.engine.drafting import Drafting
+from peagle.engine.fused import FusedDrafter
 from peagle.engine.sampling import Sampling
 from peagle.errors import CheckpointError, ConfigError
 from peagle.serve.check import check_checkpoint
@@ -143,7 +144,7 @@ def settings(source: Path, output: Path, verifier: str, **values: Any) -> Conver
 def engine_draft(folder: Path, pair_ids: list[int], aux: Tensor, depth: int) -> list[int]:
     drafter = load(str(folder), torch.float32, CPU)
     with torch.inference_mode():
-        drafting = Drafting(drafter, depth, Sampling(), VOCAB, 1, 64)
+        drafting = Drafting(drafter, FusedDrafter(drafter), depth, Sampling(), VOCAB, 1, 64)
         return drafting.propose(0, torch.tensor([pair_ids]), aux[None], [0], [len(pair_ids)], None).ids[0].tolist()
 
 

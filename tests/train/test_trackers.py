@@ -69,9 +69,8 @@ def test_a_tracker_that_fails_is_warned_about_once_and_training_goes_on(monkeypa
     with caplog.at_level(logging.WARNING):
         trackers.log({"loss": 1.0}, 1)
         trackers.log({"loss": 1.0}, 2)
-    assert [record.getMessage() for record in caplog.records] == [
-        "trackio failed (OSError: server gone); training goes on"
-    ]
+    records = {id(record): record.getMessage() for record in caplog.records}  # once, however many loggers show it
+    assert list(records.values()) == ["trackio failed (OSError: server gone); training goes on"]
 
 
 def test_no_tracker_asked_for_is_fine(tmp_path):
