@@ -78,24 +78,24 @@ def train_for(kind: str, folder: Path, save_path: Path, steps: int, options: arg
         }
     )
     began_s = time.process_time()
-    train(config)
+    if train(config).signal_number is not None:
+        raise SystemExit("stopped by a signal; the same command with --output goes on")
     return time.process_time() - began_s
 
 
 def trained(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what a step costs, then train for `--cpu-seconds`."""
-    costs = [train_for(kind, folder, folder / f"{kind}-{steps}", steps, options) for steps in (_SHORT, _LONG)]
-    per_step_s = (costs[1] - costs[0]) / (_LONG - _SHORT)
-    steps = max(1, round(options.cpu_seconds / per_step_s))
-    save_path = folder / kind
-    train_for(kind, folder, save_path, steps, options)
+    """Measure what a step costs, then train for `--cpu-seconds`; what an interrupted run has measured is kept."""
+    plan, save_path = folder / f"{kind}.json", folder / kind
+    if not plan.exists():
+        costs = [train_for(kind, folder, folder / f"{kind}-{steps}", steps, options) for steps in (_SHORT, _LONG)]
+        per_step_s = (costs[1] - costs[0]) / (_LONG - _SHORT)
+        steps = max(1, round(options.cpu_seconds / per_step_s))
+        plan.write_text(json.dumps({"steps": steps, "cpu_s_per_step": round(per_step_s, 4)}))
+    found = json.loads(plan.read_text())
+    train_for(kind, folder, save_path, found["steps"], options)
     metrics = [json.loads(line) for line in (save_path / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "checkpoint": str(save_path / "checkpoint_last"),
-        "steps": steps,
-        "cpu_s_per_step": round(per_step_s, 4),
-        "validation_acceptance_length": metrics[-1]["acceptance_length"],
-    }
+    length = metrics[-1]["acceptance_length"]
+    return {"checkpoint": str(save_path / "checkpoint_last"), "validation_acceptance_length": length, **found}
 
 
 def measured(checkpoints: dict[str, str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
