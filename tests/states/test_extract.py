@@ -379,6 +379,49 @@ def test_K07_a_really_full_disk_is_one_line(tmp_path, prepared, capfd):
         subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
+def extract_command(tmp_path, verifier, rows, *flags):
+    """`peagle extract` on rows prepared for a verifier: the exit status and the store's folder."""
+    prepared = prepare_rows(tmp_path / "prepared", verifier, rows)
+    output = tmp_path / "store"
+    arguments = ["extract", "--preprocessed-data", str(prepared), "--output", str(output), "--model", str(verifier)]
+    return main([*arguments, *flags]), output
+
+
+@pytest.mark.parametrize("how", ["one file", "three shards", "tied"])
+def test_F01_every_way_to_store_weights_can_be_extracted_from(tmp_path, rows, how):
+    verifier = fakes.tiny_verifier(
+        tmp_path / "verifier",
+        "llama",
+        num_layers=3,
+        tie_word_embeddings=how == "tied",
+        max_shard_size="60KB" if how == "three shards" else "5GB",
+    )
+    status, store = extract_command(tmp_path, verifier, rows[:3], "--target-layer-ids", "0,1,2", "--validate-outputs")
+    assert status == 0
+    assert len(StoreReader.open(store)) == 3
+
+
+def test_F05_a_packed_head_is_refused_by_name_before_anything_is_stored(tmp_path, rows, capsys):
+    from safetensors.torch import load_file, save_file
+
+    verifier = fakes.tiny_verifier(tmp_path / "verifier", "llama", num_layers=3, tie_word_embeddings=False)
+    tensors = load_file(verifier / "model.safetensors")
+    tensors["lm_head.weight_packed"] = tensors.pop("lm_head.weight").to(torch.int32)
+    save_file(tensors, verifier / "model.safetensors", {"format": "pt"})
+    status, store = extract_command(tmp_path, verifier, rows[:3], "--target-layer-ids", "0,1,2")
+    assert status == 2
+    assert "lm_head.weight_packed is quantised (compressed-tensors, packed)" in capsys.readouterr().err
+    assert not list(store.glob("shard-*"))
+
+
+@pytest.mark.parametrize("num_layers", [1, 4, 6])
+def test_H18_a_shallow_verifier_is_asked_for_its_layers_in_one_line(tmp_path, rows, capsys, num_layers):
+    verifier = fakes.tiny_verifier(tmp_path / "verifier", "llama", num_layers=num_layers)
+    status, _ = extract_command(tmp_path, verifier, rows[:3])
+    assert status == 2
+    assert f"collide for a verifier of {num_layers} layers" in capsys.readouterr().err
+
+
 def test_two_names_for_two_verifiers_are_refused(prepared, tmp_path):
     from peagle.errors import ConfigError
 

@@ -232,17 +232,19 @@ def _entries(rows: PreparedRows, facts: VerifierFacts) -> list[RowEntry]:
     """
     entries: list[RowEntry] = []
     seen: set[str] = set()
-    for row in rows:
-        if row.row_id in seen:
-            raise DataError(f"row id {row.row_id} occurs twice in the prepared data; prepare it again")
-        seen.add(row.row_id)
-        highest = max(row.input_ids)
-        if highest >= facts.vocab_size or min(row.input_ids) < 0:
-            raise DataError(
-                f"row {row.row_id}: token id {highest} is beyond the vocabulary of {facts.name_or_path} "
-                f"({facts.vocab_size} rows); prepare the data with this verifier's tokenizer"
-            )
-        entries.append(RowEntry.of(row))
+    with log.progress("check", len(rows), "rows") as meter:
+        for row in rows:
+            if row.row_id in seen:
+                raise DataError(f"row id {row.row_id} occurs twice in the prepared data; prepare it again")
+            seen.add(row.row_id)
+            highest = max(row.input_ids)
+            if highest >= facts.vocab_size or min(row.input_ids) < 0:
+                raise DataError(
+                    f"row {row.row_id}: token id {highest} is beyond the vocabulary of {facts.name_or_path} "
+                    f"({facts.vocab_size} rows); prepare the data with this verifier's tokenizer"
+                )
+            entries.append(RowEntry.of(row))
+            meter.advance(1)
     return entries
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from peagle import log
 from peagle.data.rows import TokenRow
 from peagle.errors import DiskError, StoreError
 from peagle.files import write_json
@@ -258,9 +259,11 @@ class StoreWriter:
         lock = open(folder / ".lock", "w")  # noqa: SIM115 (held until the writer closes)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.close()
             raise StoreError(f"{folder}: another process is extracting into this store") from None
+        except OSError as error:  # a network disk without locks: nothing keeps a second writer away
+            logger.debug("%s: no locks on this disk (%s)", folder, error)
         try:
             if (folder / _SPEC_FILE).exists():
                 read_spec(folder)[0].require_same(spec, folder)
@@ -330,18 +333,21 @@ class StoreWriter:
 def _sound_shards(folder: Path) -> list[Shard]:
     """The shards that are whole. What is not is named and removed; leftovers of a killed run are removed."""
     sound = []
-    for path in index_paths(folder):
-        try:
-            shard = read_index(path)
-            fault = shard.fault()
-        except StoreError:
-            shard, fault = Shard(path.with_suffix(".safetensors"), 0, "", ()), "has a damaged index"
-        if fault is None:
-            sound.append(shard)
-        else:
-            logger.warning("%s %s: its rows are made again", shard.path, fault)
-            path.unlink()
-            shard.path.unlink(missing_ok=True)
+    paths = index_paths(folder)
+    with log.progress("verify", len(paths), "shards") as meter:
+        for path in paths:
+            try:
+                shard = read_index(path)
+                fault = shard.fault()
+            except StoreError:
+                shard, fault = Shard(path.with_suffix(".safetensors"), 0, "", ()), "has a damaged index"
+            if fault is None:
+                sound.append(shard)
+            else:
+                logger.warning("%s %s: its rows are made again", shard.path, fault)
+                path.unlink()
+                shard.path.unlink(missing_ok=True)
+            meter.advance(1)
     known = {shard.path for shard in sound}
     for leftover in [*folder.glob("shard-*.safetensors"), *folder.glob(".shard-*.tmp")]:
         if leftover not in known:
