@@ -5,7 +5,8 @@ verifier's own, sampled ones have its distribution; counts are made before an en
 """
 
 from peagle.engine.acceptance import accept
-from peagle.engine.engine import Answer, Engine, Laps, Pass, Request
+from peagle.engine.answers import Answer, Laps, Pass, Request
+from peagle.engine.engine import Engine
 from peagle.engine.sampling import Sampling, probabilities
 
 __all__ = ["Answer", "Engine", "Laps", "Pass", "Request", "Sampling", "accept", "probabilities"]
