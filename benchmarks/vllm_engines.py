@@ -84,9 +84,19 @@ class Engines:
         return {"tensors": load_file(job["output"]), **answer}
 
     def generate(
-        self, model: Path, speculative: dict[str, Any] | None, tasks: Sequence[dict[str, Any]], record_drafts: bool
+        self,
+        model: Path,
+        speculative: dict[str, Any] | None,
+        tasks: Sequence[dict[str, Any]],
+        record_drafts: bool,
+        repair_sampling: bool = False,
     ) -> list[dict[str, Any]]:
-        """Float32 answers of one engine to several tasks."""
+        """Float32 answers of one engine to several tasks.
+
+        Args:
+            repair_sampling: put a fault of vLLM's CPU kernels right (`vllm_zygote.repair_cpu_sampling`); greedy answers
+                do not come by it.
+        """
         job = {
             "kind": "generate",
             "model": str(model),
@@ -95,6 +105,7 @@ class Engines:
             "arguments": {},
             "tasks": list(tasks),
             "record_drafts": record_drafts,
+            "repair_sampling": repair_sampling,
         }
         return list(self.run(job)["tasks"])
 

@@ -47,7 +47,6 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
     """Answers of one engine, with its counters and, if asked, every draft, task by task."""
     from vllm import LLM
 
-    repair_cpu_sampling()
     drafts = record_drafts() if job["record_drafts"] else []
     llm = LLM(
         model=job["model"],
@@ -59,6 +58,9 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
         distributed_executor_backend="uni",
         **job["arguments"],
     )
+    expanded = expanded_temperatures()  # the engine has put its device's kernels in place by now
+    if job["repair_sampling"]:
+        repair_cpu_sampling()
     results = []
     for task in job["tasks"]:
         before = counters(llm)
@@ -81,16 +83,28 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
             first += len(group)
         seconds = time.monotonic() - started_s
         after = counters(llm)
+        tails = continued(llm, task, answers) if task.get("tail_tokens") else None
         results.append(
             {
                 "answers": answers,
                 "seconds": seconds,
+                "tails": tails,
+                "expanded": expanded,
                 "num_drafts": after["num_drafts"] - before["num_drafts"],
                 "accepted": [a - b for a, b in zip(after["accepted"], before["accepted"] or [0] * 64)],
                 "drafts": per_answer if job["record_drafts"] and task["one_at_a_time"] else None,
             }
         )
     return {"tasks": results}
+
+
+def continued(llm: Any, task: dict[str, Any], answers: list[list[int]]) -> list[list[int]]:
+    """What the model says past the end of each answer, greedily, `tail_tokens` tokens."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=task["tail_tokens"], ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [*prompt, *answer]} for prompt, answer in zip(task["prompts"], answers)]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, parameters, use_tqdm=False)]
 
 
 def sampling(task: dict[str, Any], index: int) -> Any:
@@ -118,12 +132,28 @@ def counters(llm: Any) -> dict[str, Any]:
     return found
 
 
+def expanded_temperatures() -> list[float]:
+    """What vLLM's own kernel makes of temperature 1 for a request with four draft tokens: it should be four times 1."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    device = current_platform.device_type
+    found = []
+    for junk in (7.0, 3.0):  # fills the memory that is handed out next: an output that is never written shows itself
+        filler = torch.full((4,), junk, device=device)
+        del filler
+        one, ends = torch.tensor([1.0], device=device), torch.tensor([4], dtype=torch.int32, device=device)
+        found += expand_batch_to_tokens(one, ends, 4, 0, 1).tolist()
+    return [float(value) for value in found]
+
+
 def repair_cpu_sampling() -> None:
     """Undo a fault of vLLM 0.32's CPU kernels, so that the rejection rule itself can be tested.
 
-    `_expand_kernel_impl` converts its float output to int64 for the C++ kernel and drops the result: the temperature
-    that divides the verifier's logits is uninitialized memory, and with a drafter every sampled answer is wrong. Greedy
-    decoding does not come by, nor do GPUs (Triton). Needless once `vllm/utils/cpu_triton_utils.py` copies back.
+    `_expand_kernel_impl` (vllm/utils/cpu_triton_utils.py) converts its float output to int64 for the C++ kernel and
+    drops the result: what divides the verifier's logits is uninitialized memory, whatever the temperature, 1 included.
+    Greedy decoding does not come by, nor do GPUs (Triton). Needless once it copies back, as its neighbours do.
     """
     import torch
     from vllm.v1.sample import rejection_sampler

@@ -45,6 +45,8 @@ class FakeServer:
         self.write: Callable[[FakeServer, str, list[int]], None] = FakeServer.write_states
         self.requests: list[dict[str, Any]] = []
         self.chats: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        self.renders: Callable[[dict[str, Any]], list[int]] | None = None
+        self.writes: Callable[[list[int]], list[int]] | None = None  # answers of its own, instead of the sums
         self.metrics = ""
         self.most_open = self._open = 0
         self._lock = threading.Lock()
@@ -80,6 +82,12 @@ class FakeServer:
 
             def do_POST(self) -> None:
                 payload = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if self.path == "/tokenize":
+                    if fake.renders is None:
+                        self.reply(404, {"message": "no"})
+                    else:
+                        self.reply(200, {"tokens": fake.renders(payload)})
+                    return
                 with fake._lock:
                     fake.requests.append(payload)
                     number = len(fake.requests)
@@ -139,6 +147,8 @@ class FakeServer:
         stops = payload.get("stop_token_ids") or []
         while len(generated) < payload["max_tokens"] and generated[-1] not in stops:
             generated.append((3 * generated[-1] + 7) % VOCAB)
+        if self.writes is not None:
+            generated = self.writes(ids)[: payload["max_tokens"]]
         ended = generated[-1] in stops
         chosen = [sum(ids[: i + 1]) % VOCAB for i in range(len(ids))]
         if self.verifier is not None:

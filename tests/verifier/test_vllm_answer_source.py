@@ -13,7 +13,7 @@ from peagle.verifier.generation import GenerationSettings
 from peagle.verifier.source import RowRefused
 from peagle.verifier.vllm_answer_source import AnswerEndpoints, EndpointAnswers
 from peagle.verifier.vllm_client import RetryPolicy
-from tests.fakes import tiny_verifier
+from tests.fakes import byte_tokenizer, tiny_verifier
 from tests.verifier.fake_vllm import VOCAB, FakeServer
 from tests.verifier.test_vllm_endpoint import facts
 
@@ -124,3 +124,95 @@ def test_H11_regenerate_goes_on_after_a_stop_with_no_answer_lost_or_doubled(serv
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert len({record["id"] for record in records}) == len(records) == 10
     assert len(server.requests) == asked + 5
+
+
+TOOLS_TEMPLATE = (
+    "{%- if tools -%}<tools>{{ tools | tojson }}</tools>{%- endif -%}"
+    "{%- for m in messages -%}<|{{ m.role }}|>"
+    # as reasoning models' templates do: what was thought in earlier turns is not shown again
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}"
+    "{%- if m.tool_calls -%}<call>{{ m.tool_calls | tojson }}</call>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+def regenerated(server: FakeServer, tmp_path: Path, lines: list[dict], *more: str) -> list[dict]:
+    """What the command writes for some data, with a template that knows tools and hides earlier reasoning."""
+    verifier = tiny_verifier(tmp_path / "verifier")
+    (tmp_path / "tools.jinja").write_text(TOOLS_TEMPLATE)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    server.max_model_len = 2048
+    arguments = ["regenerate", "--model", str(verifier), "--data", str(tmp_path / "data.jsonl")]
+    arguments += ["--output", str(tmp_path / "answers.jsonl"), "--endpoint", server.url, "--concurrency", "2"]
+    assert main([*arguments, "--chat-template", str(tmp_path / "tools.jinja"), *more]) == 0
+    return [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+
+
+def test_reasoning_is_kept_as_written_and_the_next_turn_shows_what_the_template_shows(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    tokenizer = byte_tokenizer()
+    said = [*tokenizer.encode("<think>hm</think>yes", add_special_tokens=False), tokenizer.eos_token_id]
+    server.writes = lambda ids: said
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"}]
+    first, second = regenerated(server, tmp_path, [{"id": "r", "messages": turns}])
+    for record in (first, second):
+        assert record["input_ids"][-len(said) :] == said
+        assert record["loss_mask"][-len(said) :] == [1] * len(said)
+        assert record["finish_reason"] == "stop"
+    assert first["messages"][-1]["content"] == "<think>hm</think>yes"
+    prompt = tokenizer.decode(second["input_ids"][: -len(said)])
+    assert prompt == "<|user|>a<|assistant|>yes<|user|>b<|assistant|>"
+
+
+def test_tools_reach_the_prompt_and_a_call_is_an_answer_like_any_other(server: FakeServer, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    call = '<call>{"name": "weather", "arguments": {"city": "Rome"}}</call>'
+    said = [*tokenizer.encode(call, add_special_tokens=False), tokenizer.eos_token_id]
+    server.writes = lambda ids: said
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "weather in Rome?"}]
+    (record,) = regenerated(server, tmp_path, [{"messages": messages, "tools": [WEATHER]}])
+    prompt = tokenizer.decode(record["input_ids"][: -len(said)])
+    assert prompt.startswith(f"<tools>[{json.dumps(WEATHER)}]</tools>")
+    assert prompt.endswith("<|system|>s<|user|>weather in Rome?<|assistant|>")
+    assert record["messages"][-1]["content"] == call
+
+
+def test_a_server_that_renders_chats_otherwise_is_named(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_tokenizer()
+
+    def renders(payload: dict) -> list[int]:
+        assert payload["tools"] == [WEATHER]
+        text = tokenizer.apply_chat_template(
+            payload["messages"],
+            tools=payload["tools"],
+            chat_template=TOOLS_TEMPLATE,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    line = {"messages": [{"role": "user", "content": "weather?"}], "tools": [WEATHER]}
+    server.renders = renders
+    regenerated(server, tmp_path, [line])
+    assert "otherwise" not in capsys.readouterr().err
+    server.renders = lambda payload: [*renders(payload)[:9], 3]
+    regenerated(server, tmp_path, [line], "--overwrite")
+    assert "otherwise than the template in use here (from token 9 on)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_part_of_an_answer_that_the_server_dropped_is_asked_for_again(server: FakeServer) -> None:
+    cut = {"choices": [{"token_ids": [1, 2], "finish_reason": "abort"}]}
+    server.fault = lambda fake, number, payload: (200, cut) if number == 1 else None
+    found = run(source(server, settings()), [Prompt("a", [1], 0)])["a"]
+    assert isinstance(found, Answered)
+    assert found.generation.ids == written(1, 6)
+    server.fault = lambda fake, number, payload: (200, cut)
+    with pytest.raises(EndpointError, match="ended one answer early 4 times"):
+        run(source(server, settings()), [Prompt("a", [1], 0)])

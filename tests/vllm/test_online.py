@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_agreement import our_passes, question_prompts
+from benchmarks.vllm_decoding import our_passes, question_prompts
 from benchmarks.vllm_engines import Engines, greedy_task
 from peagle import embedded
 from peagle.states.store import StoreReader

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.vllm_agreement import (
-    Decoding,
-    compare_decoding,
-    compare_drafts,
-    our_passes,
-    question_prompts,
-    sampling_p_value,
-)
+from benchmarks.vllm_decoding import Decoding, compare_decoding, compare_drafts, our_passes, question_prompts
 from benchmarks.vllm_engines import Engines, greedy_task, server, speculative
+from benchmarks.vllm_sampling import compare_sampling
 from peagle import embedded
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.config import config_for
@@ -64,12 +58,12 @@ def prompts(verifier: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def decoding(engines: Engines, verifier: Path, drafter: Path, prompts: list[list[int]]) -> Decoding:
-    return compare_decoding(engines, verifier, drafter, prompts, NEW_TOKENS, DEPTH)
+def decoding(engines: Engines, verifier: Path, drafter: Path, prompts: list[list[int]], work: Path) -> Decoding:
+    return compare_decoding(engines, verifier, drafter, prompts, NEW_TOKENS, DEPTH, work / "decoding")
 
 
 def test_every_greedy_answer_is_the_verifiers_own_one_at_a_time_and_eight_at_a_time(decoding: Decoding) -> None:
-    assert decoding.answers == 2 * NUM_PROMPTS
+    assert decoding.answers == NUM_PROMPTS
     assert decoding.identical == decoding.answers
 
 
@@ -77,7 +71,7 @@ def test_deep_positions_are_really_accepted(decoding: Decoding) -> None:
     assert decoding.accepted[DEPTH - 1] > 10, decoding
 
 
-def test_acceptance_counts_are_those_of_our_engine(decoding: Decoding) -> None:
+def test_acceptance_counts_are_those_of_replay_on_the_same_answers_and_of_our_engine(decoding: Decoding) -> None:
     assert decoding.counts_equal, decoding
 
 
@@ -86,7 +80,11 @@ def test_draft_tokens_are_those_of_our_engine(decoding: Decoding) -> None:
 
 
 def test_sampling_has_the_verifiers_distribution(engines: Engines, verifier: Path, drafter: Path, prompts: Any) -> None:
-    assert sampling_p_value(engines, verifier, drafter, prompts[0], 2000, DEPTH) > 0.001
+    sampled = compare_sampling(engines, verifier, drafter, prompts[0], 2000, DEPTH)
+    assert sampled.p_value > 0.001
+    assert sampled.control_p_value > 0.001
+    # vLLM 0.32's CPU kernel alone is excused: where it is right, nothing is put right.
+    assert sampled.was_repaired == (sampled.temperatures_as_shipped != [1.0] * 8)
 
 
 def test_the_check_finds_nothing_with_the_installed_vllm(drafter: Path) -> None:

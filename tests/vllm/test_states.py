@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_agreement import FAMILIES, mixed_rows, states_error, toy
 from benchmarks.vllm_engines import Engines
+from benchmarks.vllm_states import FAMILIES, mixed_rows, states_error, toy
 from peagle.verifier.facts import load_facts
 
 TOLERANCE = 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -95,7 +96,7 @@ def regenerate(config: RegenerateConfig) -> int:
     )
     with AnswerFile(config.output, _identity(config, facts, tokenizer, settings), config.overwrite) as file:
         kept_before = len(file.records)
-        source = _open(config, facts, settings)
+        source = _open(config, facts, settings, tokenizer, conversations[0])
         try:
             turn = 1
             while conversations:
@@ -229,7 +230,9 @@ def _identity(
     }
 
 
-def _open(config: RegenerateConfig, facts: VerifierFacts, settings: GenerationSettings) -> AnswerSource:
+def _open(
+    config: RegenerateConfig, facts: VerifierFacts, settings: GenerationSettings, tokenizer: Any, first: Conversation
+) -> AnswerSource:
     if config.endpoint:
         from peagle.verifier.vllm_answer_source import AnswerEndpoints, EndpointAnswers
         from peagle.verifier.vllm_client import RetryPolicy
@@ -238,7 +241,10 @@ def _open(config: RegenerateConfig, facts: VerifierFacts, settings: GenerationSe
         endpoints = AnswerEndpoints(
             config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy
         )
-        return EndpointAnswers(facts, settings, endpoints)
+        source = EndpointAnswers(facts, settings, endpoints)
+        with contextlib.suppress(UnusableRow):  # said later, with its line
+            source.compare_template(first, render_prompt(tokenizer, first))
+        return source
     verifier = TransformersVerifier(facts, config.dtype, config.device)
     return TransformersAnswers(verifier, settings, config.batch_size)
 

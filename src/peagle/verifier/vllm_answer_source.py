@@ -7,11 +7,13 @@ twice, and reasoning, tool calls and end tokens stay as the verifier wrote them.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.data import Conversation
 from peagle.errors import EndpointError
 from peagle.verifier.answers import Answered, Prompt
 from peagle.verifier.facts import VerifierFacts
@@ -19,6 +21,8 @@ from peagle.verifier.generation import Generation, GenerationSettings
 from peagle.verifier.source import RowRefused
 from peagle.verifier.vllm_client import Endpoint, EndpointPool, RetryPolicy, RowRefusedError, is_same_model
 from peagle.verifier.vllm_parallel import in_parallel
+
+logger = logging.getLogger(__name__)
 
 REFUSALS_THAT_STOP = 20
 """Prompts in a row that the server refused."""
@@ -50,6 +54,7 @@ class EndpointAnswers:
 
     def __init__(self, facts: VerifierFacts, generation: GenerationSettings, endpoints: AnswerEndpoints) -> None:
         self._generation, self._concurrency = generation, endpoints.concurrency
+        self._max_retries = endpoints.policy.max_retries
         made = [Endpoint(url, endpoints.api_key, endpoints.policy, endpoints.concurrency) for url in endpoints.urls]
         self._pool = EndpointPool(made, endpoints.policy)
         try:
@@ -86,6 +91,31 @@ class EndpointAnswers:
             if isinstance(result, RowRefused) and refused_in_a_row >= REFUSALS_THAT_STOP:
                 raise EndpointError(f"{result.row_id}: {result.detail}; {REFUSALS_THAT_STOP} in a row, stopped")
             yield result
+
+    def compare_template(self, conversation: Conversation, prompt_ids: list[int]) -> None:
+        """Warn where a server would render a conversation otherwise: those who chat with it send other prompts.
+
+        Args:
+            conversation: ends with a user's turn.
+            prompt_ids: what the template in use here makes of it.
+        """
+        asked: dict[str, Any] = {"messages": list(conversation.messages)}
+        if conversation.tools:
+            asked["tools"] = list(conversation.tools)
+        if conversation.template_options:
+            asked["chat_template_kwargs"] = conversation.template_options
+        for endpoint in self.endpoints:
+            found = endpoint.chat_ids(asked)
+            if found is None:
+                logger.debug("%s: does not tell how it renders a chat", endpoint.root_url)
+            elif found != prompt_ids:
+                place = next((i for i, (a, b) in enumerate(zip(found, prompt_ids)) if a != b), None)
+                where = f"from token {place} on" if place is not None else f"{len(found)} tokens, not {len(prompt_ids)}"
+                logger.warning(
+                    "%s renders %s otherwise than the template in use here (%s): those who chat with it send other "
+                    "prompts. Answer with the server's template (--chat-template FILE), or serve with this one",
+                    endpoint.root_url, conversation.row_id, where,
+                )  # fmt: skip
 
     def close(self) -> None:
         """Drop connections."""
@@ -125,12 +155,17 @@ class EndpointAnswers:
         }
         if settings.temperature > 0:
             payload["seed"] = seed
-        answer = self._pool.post("/v1/completions", payload)
-        try:
-            choice = answer.body["choices"][0]
-            found, reason = choice["token_ids"], str(choice["finish_reason"])
-        except (KeyError, IndexError, TypeError):
-            found, reason = None, ""
-        if not isinstance(found, list) or not found:
-            raise EndpointError(f"{answer.url}: its answers hold no token ids; peagle needs vLLM 0.10.2 or newer")
-        return [int(i) for i in found], reason
+        for _ in range(self._max_retries + 1):
+            answer = self._pool.post("/v1/completions", payload)
+            try:
+                choice = answer.body["choices"][0]
+                found, reason = choice["token_ids"], str(choice["finish_reason"])
+            except (KeyError, IndexError, TypeError):
+                found, reason = None, ""
+            if reason in ("abort", "error"):  # a server that stops, or drops a request: a part is no answer
+                self._pool.count_retry()
+                continue
+            if not isinstance(found, list) or not found:
+                raise EndpointError(f"{answer.url}: its answers hold no token ids; peagle needs vLLM 0.10.2 or newer")
+            return [int(i) for i in found], reason
+        raise EndpointError(f"{answer.url}: ended one answer early {self._max_retries + 1} times; see the server's log")

@@ -153,6 +153,21 @@ class Endpoint:
             raise EndpointError(f"{self.root_url}{path}: {type(error).__name__}: {error}") from None
         return answer.text
 
+    def chat_ids(self, conversation: dict[str, Any]) -> list[int] | None:
+        """What the server's own chat template makes of a conversation: token ids, or None where it does not tell.
+
+        Args:
+            conversation: "messages", and whatever else of "tools" and "chat_template_kwargs" there is.
+        """
+        try:
+            answer = self._http.post(
+                f"{self.root_url}/tokenize", json={"model": self.served_name, **conversation}, timeout=10.0
+            )
+            found = answer.json()["tokens"] if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
+        return [int(i) for i in found] if isinstance(found, list) else None
+
     def post_once(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
         """One try. Connection losses come out as `httpx.TransportError`, the rest sorted into the kinds above."""
         try:
