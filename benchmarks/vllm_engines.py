@@ -25,7 +25,14 @@ QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SMALL = ("--enforce-eager", "--distributed-executor-backend", "uni")
-"""Server arguments that every test server gets."""
+"""Server arguments that every test server gets, those of several ranks or engines excepted."""
+SEVERAL = {
+    **QUIET,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each rank wants a NUMA node of its own
+    "VLLM_LOGGING_LEVEL": "INFO",  # says which of them writes
+}
+"""For servers of several ranks or engines."""
 
 
 class Engines:
@@ -148,9 +155,15 @@ def greedy_task(prompts: Sequence[list[int]], max_tokens: int, eos_ids: Sequence
 
 @contextlib.contextmanager
 def server(
-    arguments: Sequence[str], log: Path, port: int | None = None
+    arguments: Sequence[str], log: Path, port: int | None = None, several: bool = False
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run `python -m peagle ARGUMENTS -- --port PORT ...` (launch-vllm or serve) until the block ends.
+
+    Args:
+        arguments: vLLM's own behind a "--".
+        log: receives the server's output.
+        port: None picks one.
+        several: whether the server has several ranks or engines.
 
     Yields:
         The process and the address.
@@ -159,10 +172,10 @@ def server(
     command = [sys.executable, "-m", "peagle", *arguments]
     if "--" not in command:
         command.append("--")
-    command += ["--port", str(port), "--dtype", "float32", *SMALL]
+    command += ["--port", str(port), "--dtype", "float32", *(SMALL[:1] if several else SMALL)]
     url = f"http://127.0.0.1:{port}"
     with open(log, "ab") as output:
-        process = start(ServerCommand(tuple(command), QUIET), output)
+        process = start(ServerCommand(tuple(command), SEVERAL if several else QUIET), output)
         try:
             wait_ready(process, url, 900.0)
             yield process, url

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from peagle.verifier.vllm_client import RetryPolicy
 from peagle.verifier.vllm_endpoint import EndpointSettings, EndpointSource
 from peagle.verifier.vllm_launch import stop
 from tests.fakes import random_row
+from tests.verifier.fake_vllm import FakeServer
 from tests.vllm.conftest import questions
 from tests.vllm.road import begin, kill_9, must, peagle, records, when
 
@@ -157,27 +160,73 @@ def source(road: Road, aux: tuple[int, ...] = (2, 4, 5), folder: Path | None = N
     return EndpointSource(load_facts(str(road.verifier), False), aux, "float32", settings, "tests", False)
 
 
-def test_other_layers_and_a_folder_not_shared_are_refused(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_endpoint, "_PROBE_WAIT_S", 1.0)
-    with pytest.raises(EndpointError, match=r"hands out layers \[2, 4, 5, 8\], wanted are \[1, 4, 5, 8\]"):
-        source(road, (1, 4, 5))
-    with pytest.raises(EndpointError, match="both must see one folder"):
-        source(road, folder=road.work / "elsewhere")
-    # What the server wrote is out of that client's sight; the next run of the same store removes it.
-    source(road).close()
-    assert list((road.work / "shared" / "in-flight").iterdir()) == []
+REFUSALS = {
+    "wrong layers": r"hands out layers \[2, 4, 5, 8\], wanted are \[1, 4, 5, 8\]; start it with --target-layer-ids 1 4",
+    "folder not shared": "its files are not seen here.*both must see one folder",
+    "another model": "serves another model, .* whose hidden_size is 192",
+    "another model of that size": "but the rows are for .*/other; if these are the same weights, say so with --served",
+    "unreachable": "nobody answers there; start a server",
+    "not ready": r"not ready \(503\); wait until the model is loaded",
+    "no vLLM": "no list of models there .* is it a vLLM server",
+}
 
 
-def test_another_model_behind_the_endpoint_is_refused(road: Road, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", REFUSALS)
+def test_extract_refuses_in_one_line_what_cannot_work(road: Road, tmp_path: Path, case: str) -> None:
     from tests.fakes import tiny_verifier
 
-    other = tiny_verifier(tmp_path / "other")
-    said = peagle(
-        "extract", "--preprocessed-data", road.work / "rows", "--endpoint", road.url, "--model", other,
-        "--output", tmp_path / "out", "--hidden-states-path", road.work / "shared",
-    )  # fmt: skip
+    rows, url, shared, more = road.work / "rows", road.url, road.work / "shared", []
+    fake = FakeServer(tmp_path)
+    fake.health = 503 if case == "not ready" else 418
+    if case == "wrong layers":
+        more = ["--target-layer-ids", 1, 4, 5]
+    if case == "folder not shared":
+        shared = tmp_path / "elsewhere"
+    if case.startswith("another model"):
+        if case.endswith("size"):
+            shutil.copytree(road.verifier, tmp_path / "other")
+        else:
+            tiny_verifier(tmp_path / "other")
+        data, rows = tmp_path / "data.jsonl", tmp_path / "rows"
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        data.write_text(json.dumps({"messages": turns}) + "\n")
+        must("prepare", "--model", tmp_path / "other", "--data", data, "--output", rows)
+    if case == "unreachable":
+        url = f"http://127.0.0.1:{free_port()}"
+    if case in ("not ready", "no vLLM"):
+        url = fake.url
+    extract = ["extract", "--preprocessed-data", rows, "--endpoint", url, "--output", tmp_path / "out",
+               "--dtype", "float32", "--max-samples", 2, *more]  # fmt: skip
+    said = peagle(*extract, "--hidden-states-path", shared)
+    fake.close()
+    refused_in_one_line(said, REFUSALS[case])
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    if case == "folder not shared":  # the right folder puts it right, and takes what the server had written away
+        must(*extract, "--hidden-states-path", road.work / "shared")
+        assert list((road.work / "shared" / "in-flight").iterdir()) == []
+
+
+@pytest.mark.parametrize("case", ["another model", "unreachable", "not ready", "no vLLM"])
+def test_regenerate_refuses_in_one_line_what_cannot_work(road: Road, tmp_path: Path, case: str) -> None:
+    from tests.fakes import tiny_verifier
+
+    fake = FakeServer(tmp_path)
+    fake.health = 503 if case == "not ready" else 418
+    model = tiny_verifier(tmp_path / "other") if case == "another model" else road.verifier
+    url = {"another model": road.url, "unreachable": f"http://127.0.0.1:{free_port()}"}.get(case, fake.url)
+    said = peagle("regenerate", "--model", model, "--data", road.work / "prompts.jsonl", "--endpoint", url,
+                  "--output", tmp_path / "answers.jsonl")  # fmt: skip
+    fake.close()
+    refused_in_one_line(said, {**REFUSALS, "another model": "serves .*, not .*other; if these are the same"}[case])
+    assert not (tmp_path / "answers.jsonl").read_text()
+
+
+def refused_in_one_line(said: subprocess.CompletedProcess[str], expected: str) -> None:
     assert said.returncode == 2
-    assert len(said.stderr.strip().splitlines()) >= 1
+    assert said.stdout == ""
+    lines = [line for line in said.stderr.splitlines() if not line.startswith("INFO ")]
+    assert len(lines) == 1, said.stderr
+    assert re.match(f"peagle: error: .*{expected}", lines[0]), lines[0]
 
 
 def test_unsafe_names_write_nothing_and_say_why(road: Road) -> None:

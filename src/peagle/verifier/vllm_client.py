@@ -118,7 +118,7 @@ class Endpoint:
         except httpx.ConnectError:
             raise EndpointError(
                 f"{self.root_url}: nobody answers there; start a server (`peagle launch-vllm MODEL "
-                "--hidden-states-path DIR`) or correct --endpoint"
+                "--hidden-states-path DIR`; for a drafter `peagle serve CHECKPOINT`) or correct --endpoint"
             ) from None
         except httpx.TimeoutException:
             raise EndpointError(f"{self.root_url}: no answer within 10 s; is the server still loading?") from None
