@@ -136,6 +136,32 @@ def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(road: Ro
     assert {record["finish_reason"] for record in records(road.work / "answers.jsonl")} <= {"stop", "length"}
 
 
+def test_several_turns_and_tools_give_what_transformers_gives_and_another_template_is_named(
+    road: Road, tmp_path: Path
+) -> None:
+    asked = [json.loads(line)["prompt"] for line in (road.work / "prompts.jsonl").read_text().splitlines()[:4]]
+    reply = {"role": "assistant", "content": "not the verifier's"}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    lines = [
+        {"messages": [{"role": "user", "content": asked[0]}, reply, {"role": "user", "content": asked[1]}]},
+        {"messages": [{"role": "user", "content": asked[2]}, reply, {"role": "user", "content": asked[3]}]},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked[1]}]},
+    ]
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "tools.jsonl").write_text(json.dumps({**lines[2], "tools": [tool]}) + "\n")
+    own = (road.verifier / "chat_template.jinja").read_text()
+    (tmp_path / "tools.jinja").write_text("{%- if tools -%}{{ tools | tojson }}{%- endif -%}" + own)
+    for name, more, num_answers in (("turns", [], 5), ("tools", ["--chat-template", tmp_path / "tools.jinja"], 1)):
+        regenerate = ["regenerate", "--model", road.verifier, "--data", tmp_path / f"{name}.jsonl",
+                      "--dtype", "float32", "--max-new-tokens", 300, *more]  # fmt: skip
+        served = must(*regenerate, "--endpoint", road.url, "--output", tmp_path / f"{name}-served.jsonl")
+        must(*regenerate, "--output", tmp_path / f"{name}-here.jsonl")
+        found = records(tmp_path / f"{name}-served.jsonl")
+        assert len(found) == num_answers
+        assert found == records(tmp_path / f"{name}-here.jsonl")
+        assert ("otherwise than the template in use here" in " ".join(served.split())) == (name == "tools")
+
+
 def test_extract_survives_a_killed_and_restarted_server(road: Road) -> None:
     assert road.said["survived extract status"] == "0", road.said["survived extract"][-1500:]
     assert "connection lost" in road.said["survived extract"]
