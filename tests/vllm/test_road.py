@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.vllm_engines import free_port, server
 from peagle import embedded
+from peagle.cli.main import main
 from peagle.errors import EndpointError
 from peagle.states.store import StoreReader
 from peagle.verifier import vllm_endpoint
@@ -26,9 +27,9 @@ from peagle.verifier.vllm_launch import stop
 from tests.fakes import random_row
 from tests.verifier.fake_vllm import FakeServer
 from tests.vllm.conftest import questions
-from tests.vllm.road import begin, kill_9, must, peagle, records, when
+from tests.vllm.road import begin, kill_9, must, records, when
 
-PROMPTS, NEW_TOKENS, ROWS = 40, 48, 150
+PROMPTS, NEW_TOKENS, ROWS = 100, 48, 150
 
 
 @dataclass
@@ -77,7 +78,7 @@ def road(verifier: Path, work: Path) -> Iterator[Road]:
     data = questions(embedded.TRAIN_QUESTIONS, PROMPTS, work / "prompts.jsonl")
     must("prepare", "--model", verifier, "--data", embedded.TRAIN_QUESTIONS, "--max-samples", ROWS,
          "--output", work / "rows", "--seq-length", 1024)  # fmt: skip
-    regenerate = ["regenerate", "--model", verifier, "--data", data, "--endpoint", servers.url, "--concurrency", 8,
+    regenerate = ["regenerate", "--model", verifier, "--data", data, "--endpoint", servers.url,
                   "--max-new-tokens", NEW_TOKENS, "--tail-tokens", 4, "--dtype", "float32"]  # fmt: skip
     extract = ["extract", "--preprocessed-data", work / "rows", "--endpoint", servers.url, "--concurrency", 4,
                "--hidden-states-path", work / "shared", "--validate-outputs", "--dtype", "float32", "--shard-mb", 1,
@@ -85,9 +86,10 @@ def road(verifier: Path, work: Path) -> Iterator[Road]:
     said = {}
     servers.start()
     try:
-        answering = begin(*regenerate, "--output", work / "answers.jsonl", "--restart-wait-s", 1)
-        extracting = begin(*extract, "--output", work / "states")
+        # One answer at a time, so that there are some left when extraction has begun.
+        answering = begin(*regenerate, "--output", work / "answers.jsonl", "--restart-wait-s", 1, "--concurrency", 1)
         when(lambda: len(records(work / "answers.jsonl")) >= 8, 600)
+        extracting = begin(*extract, "--output", work / "states")
         when(lambda: any((work / "states").glob("*.safetensors")), 600)
         servers.kill()
         said["killed regenerate"] = answering.communicate(timeout=600)[1]
@@ -198,7 +200,9 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_extract_refuses_in_one_line_what_cannot_work(road: Road, tmp_path: Path, case: str) -> None:
+def test_extract_refuses_in_one_line_what_cannot_work(
+    road: Road, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests.fakes import tiny_verifier
 
     rows, url, shared, more = road.work / "rows", road.url, road.work / "shared", []
@@ -223,9 +227,8 @@ def test_extract_refuses_in_one_line_what_cannot_work(road: Road, tmp_path: Path
         url = fake.url
     extract = ["extract", "--preprocessed-data", rows, "--endpoint", url, "--output", tmp_path / "out",
                "--dtype", "float32", "--max-samples", 2, *more]  # fmt: skip
-    said = peagle(*extract, "--hidden-states-path", shared)
+    refused_in_one_line([*extract, "--hidden-states-path", shared], REFUSALS[case], capsys)
     fake.close()
-    refused_in_one_line(said, REFUSALS[case])
     assert not list((tmp_path / "out").glob("*.safetensors"))
     if case == "folder not shared":  # the right folder puts it right, and takes what the server had written away
         must(*extract, "--hidden-states-path", road.work / "shared")
@@ -233,25 +236,31 @@ def test_extract_refuses_in_one_line_what_cannot_work(road: Road, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ["another model", "unreachable", "not ready", "no vLLM"])
-def test_regenerate_refuses_in_one_line_what_cannot_work(road: Road, tmp_path: Path, case: str) -> None:
+def test_regenerate_refuses_in_one_line_what_cannot_work(
+    road: Road, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tests.fakes import tiny_verifier
 
     fake = FakeServer(tmp_path)
     fake.health = 503 if case == "not ready" else 418
     model = tiny_verifier(tmp_path / "other") if case == "another model" else road.verifier
     url = {"another model": road.url, "unreachable": f"http://127.0.0.1:{free_port()}"}.get(case, fake.url)
-    said = peagle("regenerate", "--model", model, "--data", road.work / "prompts.jsonl", "--endpoint", url,
-                  "--output", tmp_path / "answers.jsonl")  # fmt: skip
+    regenerate = ["regenerate", "--model", model, "--data", road.work / "prompts.jsonl", "--endpoint", url,
+                  "--output", tmp_path / "answers.jsonl"]  # fmt: skip
+    expected = {**REFUSALS, "another model": "serves .*, not .*other; if these are the same"}[case]
+    refused_in_one_line(regenerate, expected, capsys)
     fake.close()
-    refused_in_one_line(said, {**REFUSALS, "another model": "serves .*, not .*other; if these are the same"}[case])
     assert not (tmp_path / "answers.jsonl").read_text()
 
 
-def refused_in_one_line(said: subprocess.CompletedProcess[str], expected: str) -> None:
-    assert said.returncode == 2
-    assert said.stdout == ""
-    lines = [line for line in said.stderr.splitlines() if not line.startswith("INFO ")]
-    assert len(lines) == 1, said.stderr
+def refused_in_one_line(arguments: list[object], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a command in this process (starting one takes longer than the refusal)."""
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = [line for line in said.err.splitlines() if not line.startswith("INFO ")]
+    assert len(lines) == 1, said.err
     assert re.match(f"peagle: error: .*{expected}", lines[0]), lines[0]
 
 
