@@ -21,6 +21,7 @@ from peagle.files import free_bytes
 from peagle.train.config import TrainConfig
 from peagle.train.decide import Decision, decide, need_save_path
 from peagle.train.distributed import COLLECTIVE_TIMEOUT_S, World, start, stop
+from peagle.train.first_layer import fit_first_layer
 from peagle.train.initialise import initialise
 from peagle.train.kinds import settle
 from peagle.train.loop import FitResult, fit
@@ -94,7 +95,10 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
             drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, rows.train, config.seed)
             if config.init_layers == "verifier" and config.from_pretrained is None:
                 hindrance = start_from_verifier(drafter, facts)
-                taken = "the verifier's last layers" if hindrance is None else f"random numbers: {hindrance}"
+                taken = f"random numbers: {hindrance}"
+                if hindrance is None:
+                    num_fitted = fit_first_layer(drafter, rows.train, facts.num_layers - config.num_layers)
+                    taken = f"the verifier's last layers, the first one fitted on {num_fitted} positions"
                 logger.info("layers start from %s", taken)
             if config.from_pretrained is not None:
                 source = load_drafter(config.from_pretrained, torch.float32, torch.device("cpu"))
