@@ -159,7 +159,8 @@ class TrainConfig(FitConfig):
     intermediate_size: int | None = Field(None, ge=1, json_schema_extra=_DRAFTER)
     """Width of its MLPs. Unset: the verifier's."""
     init_layers: Literal["verifier", "random"] = Field("verifier", json_schema_extra=_DRAFTER)
-    """What the layers start from: the verifier's last ones, where they are of the same kind, or random numbers."""
+    """What the layers start from: the verifier's last ones, where they are of the same kind, the first one fitted to
+    what a drafter is given (`docs/recipe.md`); or random numbers."""
     norm_before_residual: bool = Field(False, json_schema_extra=_DRAFTER)
     """Carry the normed verifier state as the first layer's residual."""
     norm_before_fc: bool = Field(False, json_schema_extra=_DRAFTER)

@@ -137,7 +137,7 @@ class _Solve:
         assert self._gram is not None
         assert self._cross is not None
         gram = self._gram.double()
-        gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
+        gram.diagonal().add_(_RIDGE * gram.diagonal().mean() + 1e-12)
         return torch.linalg.solve(gram, self._cross.double()).T.float()
 
 

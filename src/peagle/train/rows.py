@@ -88,6 +88,28 @@ class StoreRows:
         pass
 
 
+class Remembered:
+    """Rows that are read once and kept: what starts a drafter reads the same few rows several times.
+
+    Args:
+        rows: where they come from.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._kept = rows, dict[str, StoredRow]()
+
+    def extents(self) -> dict[str, Extent]:
+        return self._rows.extents()
+
+    def read(self, row_id: str) -> StoredRow:
+        if row_id not in self._kept:
+            self._kept[row_id] = self._rows.read(row_id)
+        return self._kept[row_id]
+
+    def expect(self, row_ids: Sequence[str]) -> None:
+        self._rows.expect(row_ids)
+
+
 def label_pos(row: TokenRow) -> Tensor:
     """Positions p >= 1 whose y_p is a target of training, ascending, int64: x_p and x_{p+1} belong to one reply.
 

@@ -28,6 +28,7 @@ from peagle.train.loop import FitResult, fit
 from peagle.train.masters import HEAD, choose_trained
 from peagle.train.open_rows import OpenRows, open_rows
 from peagle.train.resume import LAST, Keeper, discover, remove_all
+from peagle.train.rows import Remembered
 from peagle.train.trackers import Trackers, open_trackers
 from peagle.train.verifier_layers import start_from_verifier
 from peagle.verifier.facts import load_facts
@@ -92,12 +93,13 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
             facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
             head, embedding = load_head(facts), load_embedding(facts)
             draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
-            drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, rows.train, config.seed)
+            first = Remembered(rows.train)
+            drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, first, config.seed)
             if config.init_layers == "verifier" and config.from_pretrained is None:
                 hindrance = start_from_verifier(drafter, facts)
                 taken = f"random numbers: {hindrance}"
                 if hindrance is None:
-                    num_fitted = fit_first_layer(drafter, rows.train, facts.num_layers - config.num_layers)
+                    num_fitted = fit_first_layer(drafter, first, facts.num_layers - config.num_layers)
                     taken = f"the verifier's last layers, the first one fitted on {num_fitted} positions"
                 logger.info("layers start from %s", taken)
             if config.from_pretrained is not None:
