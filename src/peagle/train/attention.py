@@ -1,6 +1,7 @@
 """Attention of the two passes, by name.
 
-`reference` writes the definition out, `sdpa` is PyTorch's fused one, `flex` its compiled one for GPUs.
+`reference` writes the definition out, `sdpa` is PyTorch's fused one (on a CPU our own: `tiles`), `flex` its compiled
+one for GPUs.
 
 Every implementation solves the same two problems: pair slots among themselves (causal, document by document), and a
 part of a block's mask slots against the pair slots up to their anchors and their own chains.
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.layout.visibility import visible
-from peagle.train import flex
+from peagle.train import flex, tiles
 
 AttentionName = Literal["reference", "sdpa", "flex"]
 # heads(q [num_queries, heads, dim], k, v [num_keys, kv_heads, dim], mask [num_queries, num_keys] or None for causal)
@@ -75,20 +76,29 @@ class Seen:
     @cached_property
     def dense(self) -> Tensor:
         """bool, [num_slots, last - first + num_slots]."""
-        return self._dense(0)
+        return self._dense(0, self.first)
+
+    @cached_property
+    def tile_mask(self) -> Tensor:
+        """0 where seen and -inf where not, over the pair slots after the first anchor and the slots themselves.
+
+        Up to the first anchor all slots of one document see alike. [num_slots, num_after + num_slots]
+        """
+        seen = self._dense(0, int(self.anchor[0]) + 1)
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
     @cached_property
     def padded(self) -> Tensor:
         """The same over keys as flex lays them out: pair slots padded to whole blocks."""
-        return self._dense(-(self.last - self.first) % flex.BLOCK)
+        return self._dense(-(self.last - self.first) % flex.BLOCK, self.first)
 
     @cached_property
     def blocks(self) -> BlockMask:
         """The same for flex, in closed form."""
         return flex.block_mask(self.anchor, self.depth, self.doc_start, self.first, self.last - self.first)
 
-    def _dense(self, padding: int) -> Tensor:
-        pairs = torch.arange(self.first, self.last, device=self.anchor.device)
+    def _dense(self, padding: int, begin: int) -> Tensor:
+        pairs = torch.arange(begin, self.last, device=self.anchor.device)
         zero, own = (
             torch.zeros_like(pairs),
             visible(self.anchor, self.depth, self.anchor, self.depth, self.document_ids),
@@ -110,7 +120,12 @@ def base_attention(name: AttentionName, bounds: list[tuple[int, int]]) -> Callab
     if name != "flex":
         heads = HEADS[name]
 
+        cut: list[tiles.Tile] = []
+
         def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if name == "sdpa" and tiles.fits(q):
+                cut.extend([] if cut else tiles.causal_tiles(bounds, q))
+                return tiles.attend(q, (k, v), None, cut, None)
             parts = [heads(q[a:b], k[a:b], v[a:b], None) for a, b in bounds]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 

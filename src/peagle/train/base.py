@@ -33,6 +33,14 @@ class Root:
             self._leaves.append((where, leaf.requires_grad_()))
         return leaf
 
+    def tap(self, where: slice) -> tuple[Tensor, Tensor | None]:
+        """Some rows, cut off the graph, and where their gradients are to be added by hand; None without gradients."""
+        if not self._with_grad:
+            return self.tensor.detach()[where], None
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.tensor)
+        return self.tensor.detach()[where], self.grad[where]
+
     def collect(self) -> None:
         """After a block's backward: take in what its leaves got."""
         for where, leaf in self._leaves:

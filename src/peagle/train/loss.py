@@ -1,7 +1,7 @@
 """From states to loss without ever holding [num_rows, vocab_size]: rows go through the head a chunk at a time.
 
 Rows come sorted by label, so that the verifier's distribution is computed once for all rows that share a label. The
-backward is written by hand: while a chunk's logits are in the cache their gradient costs one more matrix product.
+backward is written by hand: a chunk's logits become their own gradient, which costs one more matrix product.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from torch import Tensor
 from peagle.verifier.weights import VerifierHead
 
 LossName = Literal["kl_div", "ce", "tv"]
+
+# Logits that the passes between the two matrix products of a chunk touch at a time: half a megabyte stays in a core's
+# cache, where those passes cost a third of what they cost over a whole chunk. A GPU takes the chunk whole.
+PIECE_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def head_loss(
     row_weight: Tensor,
     targets: Targets,
     loss: LossName,
-    chunk_rows: int,
+    space: Tensor,
     with_grad: bool,
     weight_grad: Tensor | None,
 ) -> RowLoss:
@@ -83,69 +87,114 @@ def head_loss(
         row_weight: weight of each row in the sum whose gradient is taken, [num_rows].
         targets: the verifier's side.
         loss: `kl_div` KL(verifier || drafter), `ce` the verifier's choice as a hard label, `tv` total variation.
-        chunk_rows: rows whose logits are held at a time.
+        space: room for the logits of as many rows as are held at a time, [chunk_rows, draft_vocab_size]. A step has
+            one: fresh pages cost a third of the product that fills them.
         with_grad: whether to compute `grad`.
         weight_grad: the head's gradient is added here, [draft_vocab_size, hidden_size]; None for a frozen head.
     """
-    num_rows, vocab_size = states.shape[0], weight.shape[0]
+    num_rows, (chunk_rows, vocab_size) = states.shape[0], space.shape
     losses = states.new_empty(num_rows)
     is_correct = torch.empty(num_rows, dtype=torch.bool, device=states.device)
     grad = torch.empty_like(states) if with_grad else None
-    size = min(chunk_rows, num_rows)
-    logits_space, drafter_space, verifier_space = (states.new_empty(size, vocab_size) for _ in range(3))
+    piece_elements = PIECE_ELEMENTS if states.device.type == "cpu" else space.numel()
     for begin, end in chunks_by_label(label_rows, chunk_rows):
-        labels, label_of_row = torch.unique_consecutive(label_rows[begin:end], return_inverse=True)
-        verifier_probs, entropy, choices = _verifier_side(targets, labels, loss)
-        logits = torch.mm(states[begin:end], weight.t(), out=logits_space[: end - begin])
-        best = logits.amax(-1)
-        choice = choices[label_of_row]
-        at_choice = logits.gather(1, choice.clamp(min=0)[:, None])[:, 0]
-        is_correct[begin:end] = (at_choice >= best) & (choice >= 0)
-        probs = torch.softmax(logits, -1, out=drafter_space[: end - begin])
-        log_sum = best - probs.amax(-1).log()
-        target_probs = None
-        if verifier_probs is not None:
-            target_probs = torch.index_select(verifier_probs, 0, label_of_row, out=verifier_space[: end - begin])
-        if loss == "kl_div":
-            assert target_probs is not None
-            assert entropy is not None
-            losses[begin:end] = entropy[label_of_row] + log_sum - torch.linalg.vecdot(target_probs, logits)
-            logit_grad = probs.sub_(target_probs) if with_grad else probs
-        elif loss == "ce":
-            # A choice outside the draft vocabulary has no logit to raise: such a row teaches nothing.
-            inside = (choice >= 0).to(states.dtype)
-            losses[begin:end] = (log_sum - at_choice) * inside
-            logit_grad = probs.scatter_add_(1, choice.clamp(min=0)[:, None], -inside[:, None])
-            logit_grad.mul_(inside[:, None])
-        else:
-            assert target_probs is not None
-            losses[begin:end] = 1 - torch.minimum(probs, target_probs).sum(-1)
-            # d(1 - sum min(q, p)) / dz = -q * (1[q <= p] - sum of q where q <= p)
-            below = (probs <= target_probs).to(probs.dtype)
-            logit_grad = probs.mul_(torch.linalg.vecdot(probs, below)[:, None] - below)
+        labels, label_of_row, counts = torch.unique_consecutive(
+            label_rows[begin:end], return_inverse=True, return_counts=True
+        )
+        verifier_logits = targets.head.logits(targets.normed[labels])
+        known = None if targets.choices is None else targets.choices[labels]
+        logits = torch.mm(states[begin:end], weight.t(), out=space[: end - begin])
+        for rows, own in _pieces(counts.tolist(), max(1, piece_elements // vocab_size)):
+            target = _target(verifier_logits[own], None if known is None else known[own], loss)
+            within = label_of_row[rows] - own.start
+            here = slice(begin + rows.start, begin + rows.stop)
+            losses[here], is_correct[here] = _piece(logits[rows], target, within, loss, with_grad)
         if with_grad:
             assert grad is not None
             scale = row_weight[begin:end, None]
-            torch.mm(logit_grad, weight, out=grad[begin:end])
+            torch.mm(logits, weight, out=grad[begin:end])
             grad[begin:end].mul_(scale)
             if weight_grad is not None:
-                weight_grad.addmm_((logit_grad * scale).t(), states[begin:end])
+                weight_grad.addmm_((logits * scale).t(), states[begin:end])
     return RowLoss(losses, is_correct, grad)
 
 
-def _verifier_side(targets: Targets, labels: Tensor, loss: LossName) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Of a few labels: the verifier's distribution [num, vocab], sum p log p [num], and its choices [num]."""
-    logits = targets.head.logits(targets.normed[labels])
-    if targets.choices is None:
+def _pieces(rows_per_label: list[int], piece_rows: int) -> Iterator[tuple[slice, slice]]:
+    """Whole labels of a chunk, about `piece_rows` rows at a time: their rows, and their places among the labels."""
+    row = label = rows = 0
+    for place, count in enumerate(rows_per_label):
+        if rows and rows + count > piece_rows:
+            yield slice(row, row + rows), slice(label, place)
+            row, label, rows = row + rows, place, 0
+        rows += count
+    yield slice(row, row + rows), slice(label, len(rows_per_label))
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The verifier's side of a few labels."""
+
+    probs: Tensor | None
+    """Its distribution, [num_labels, vocab_size]; None where the loss does not ask for it."""
+    entropy: Tensor | None
+    """sum p log p, [num_labels]."""
+    choices: Tensor
+    """int64, [num_labels]; -1 outside the draft vocabulary."""
+
+
+def _target(logits: Tensor, choices: Tensor | None, loss: LossName) -> _Target:
+    if choices is None:
         choices = logits.argmax(-1)
-    else:
-        choices = targets.choices[labels]
     if loss == "ce":
-        return None, None, choices
-    best = logits.amax(-1)
+        return _Target(None, None, choices)
     probs = torch.softmax(logits, -1)
-    entropy = torch.linalg.vecdot(probs, logits) - (best - probs.amax(-1).log())
-    return probs, entropy, choices
+    entropy = _row_dots(probs, logits) - _log_sum(logits.amax(-1), probs)
+    return _Target(probs, entropy, choices)
+
+
+def _row_dots(rows: Tensor, others: Tensor) -> Tensor:
+    """Dot product of each row with its own other, or with the one other, [num_rows]."""
+    return torch.mv(rows, others[0]) if others.shape[0] == 1 else torch.linalg.vecdot(rows, others)
+
+
+def _log_sum(best: Tensor, probs: Tensor) -> Tensor:
+    """log(sum(exp(logits))) of rows whose largest logit and softmax are known: the largest probability is
+    exp(best - log_sum)."""
+    return best - probs.amax(-1).log()
+
+
+def _piece(
+    logits: Tensor, target: _Target, label_of_row: Tensor, loss: LossName, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses and correctness of a few rows, [num_rows]; with gradients, `logits` becomes d loss / d logits."""
+    best = logits.amax(-1)
+    choice = target.choices[label_of_row]
+    at_choice = logits.gather(1, choice.clamp(min=0)[:, None])[:, 0]
+    is_correct = (at_choice >= best) & (choice >= 0)
+    probs = torch.softmax(logits, -1)
+    log_sum = _log_sum(best, probs)
+    if loss == "ce":
+        # A choice outside the draft vocabulary has no logit to raise: such a row teaches nothing.
+        inside = (choice >= 0).to(logits.dtype)
+        if with_grad:
+            logit_grad = probs.scatter_add_(1, choice.clamp(min=0)[:, None], -inside[:, None])
+            torch.mul(logit_grad, inside[:, None], out=logits)
+        return (log_sum - at_choice) * inside, is_correct
+    assert target.probs is not None
+    assert target.entropy is not None
+    # One label's distribution is read as it is by all of its rows.
+    wanted = target.probs if target.probs.shape[0] == 1 else target.probs[label_of_row]
+    if loss == "kl_div":
+        losses = target.entropy[label_of_row] + log_sum - _row_dots(logits, wanted)
+        if with_grad:
+            torch.sub(probs, wanted, out=logits)
+        return losses, is_correct
+    losses = 1 - torch.minimum(probs, wanted).sum(-1)
+    if with_grad:
+        # d(1 - sum min(q, p)) / dz = -q * (1[q <= p] - sum of q where q <= p)
+        below = (probs <= wanted).to(probs.dtype)
+        torch.mul(probs, torch.linalg.vecdot(probs, below)[:, None] - below, out=logits)
+    return losses, is_correct
 
 
 def verifier_choices(full_head: VerifierHead, normed: Tensor, draft_ids: Tensor | None, chunk_rows: int) -> Tensor:

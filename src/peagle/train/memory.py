@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS = 128, 512
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 256
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 512
 DEFAULT_BUDGET_BYTES = 1 << 30
 
 
@@ -22,7 +22,7 @@ def choose_sizes(
 ) -> Sizes:
     """Block and chunk sizes that keep a step's scratch memory (beyond the base pass) within the budget.
 
-    A head chunk holds about 4 rows of the vocabulary per row (logits, both distributions, one temporary), a block the
+    A head chunk holds about 2 rows of the vocabulary per row (its logits, and the verifier's of its label), a block the
     activations of its slots in every layer at once and its attention scores against up to `num_pairs` keys.
 
     Args:
@@ -31,7 +31,7 @@ def choose_sizes(
         num_pairs: pair slots of the longest batch.
     """
     budget = budget_bytes or DEFAULT_BUDGET_BYTES
-    chunk = budget // 8 // (4 * 4 * draft_vocab_size)
+    chunk = budget // 8 // (4 * 2 * draft_vocab_size)
     per_slot = 4 * (24 * hidden_size + 6 * intermediate_size) * 4 + 5 * num_pairs
     block = budget // 2 // per_slot
     return Sizes(max(MIN_BLOCK_SLOTS, min(MAX_BLOCK_SLOTS, block)), max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, chunk)))

@@ -13,7 +13,6 @@ partitioning), arXiv 2602.01469, without its recomputation of the context for ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from peagle.drafter.network import Drafter, Entered
 from peagle.layout.cod import CodLayout
 from peagle.states.batch import Batch
+from peagle.train import tiles
 from peagle.train.attention import HEADS, AttentionName, Seen, base_attention, rollout_attention
 from peagle.train.base import Base
 from peagle.train.chain import chain_rollout
@@ -145,6 +145,7 @@ def _step(
     masks = _Masks(drafter, with_grad) if layout.num_slots and drafter.mask_hidden is not None else None
     weight = drafter.lm_head.weight
     weight_grad = torch.zeros_like(weight) if with_grad and weight.requires_grad else None
+    space = weight.new_empty(min(settings.chunk_rows, num_supervised(batch, layout)), weight.shape[0])
 
     for block in _blocks(batch.is_supervised[:num_pairs], layout, settings.block_slots):
         slots = slice(block.first_slot, block.last_slot)
@@ -182,7 +183,7 @@ def _step(
                 row_weight[order],
                 targets,
                 settings.loss,
-                settings.chunk_rows,
+                space,
                 with_grad,
                 weight_grad,
             )
@@ -228,10 +229,15 @@ def _rollout(
     attention: AttentionName,
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
-    part_slots = anchor.numel() if attention == "flex" else PART_SLOTS
+    part_slots = None if attention == "flex" else tiles.tile_rows(int(anchor[-1]))
     parts = _attention_parts(anchor, depth, base, batch.document_ids, part_slots)
+    block = slice(parts[0][1].first, parts[-1][1].last)
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if attention == "sdpa" and tiles.fits(q):
+            (base_k, k_sink), (base_v, v_sink) = base.keys[index].tap(block), base.values[index].tap(block)
+            sinks = None if k_sink is None or v_sink is None else (k_sink, v_sink)
+            return tiles.attend(q, (base_k, base_v), (k, v), _tiles(parts, block.start, q.dtype), sinks)
         out = []
         for own, seen in parts:
             context = slice(seen.first, seen.last)
@@ -243,16 +249,29 @@ def _rollout(
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
 
 
+def _tiles(parts: list[tuple[slice, Seen]], begin: int, dtype: torch.dtype) -> list[tiles.Tile]:
+    """The parts as tiles, whose context counts from `begin`."""
+    return [
+        tiles.Tile(own, slice(seen.first - begin, seen.last - begin), seen.tile_mask.to(dtype)) for own, seen in parts
+    ]
+
+
 def _attention_parts(
-    anchor: Tensor, depth: Tensor, base: Base, document_ids: Tensor, part_slots: int
+    anchor: Tensor, depth: Tensor, base: Base, document_ids: Tensor, part_slots: int | None
 ) -> list[tuple[slice, Seen]]:
-    """Cut a block's slots into parts of about `part_slots`, never inside a chain; smaller parts mask away less."""
-    starts = (depth == 1).nonzero()[:, 0].tolist()
-    cuts, begin = [], 0
-    for here, after in pairwise([*starts, anchor.numel()]):
-        if after - begin > part_slots and here > begin:
+    """Cut a block's slots into parts of one document and about `part_slots`, never inside a chain.
+
+    Smaller parts mask away less. None: one part, of however many documents.
+    """
+    starts = (depth == 1).nonzero()[:, 0]
+    documents = document_ids[anchor[starts]].tolist()
+    cuts, begin, document = [], 0, documents[0]
+    for here, after, own_document in zip(starts.tolist(), [*starts[1:].tolist(), anchor.numel()], documents):
+        is_full = part_slots is not None and (own_document != document or after - begin > part_slots)
+        if is_full and here > begin:
             cuts.append((begin, here))
             begin = here
+        document = own_document
     cuts.append((begin, anchor.numel()))
     doc_start = torch.tensor([a for a, _ in base.bounds], device=anchor.device)[document_ids[anchor]]
     parts = []

@@ -1,0 +1,253 @@
+"""Attention on a CPU as plain matrix products, a tile of queries at a time: what `sdpa` is in float32 and float64.
+
+A tile's queries see a run of context keys, all of them but for the last few, and of their own those of their chain.
+So scores are two matrix products into one buffer, the mask touches the end of it only, and keys and values are read
+where they lie. Probabilities are kept for the backward while they are few, and formed again otherwise. PyTorch's fused
+kernel reads a mask of every score and always forms the scores again: against it, tiles take 0.65 to 0.85 of the time,
+forward and backward, at 1,024 to 8,192 keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Probabilities of one call that are kept for its backward, in bytes; more are formed again, for a sixth more work.
+KEEP_BYTES = 32 << 20
+# Keys whose scores are held at a time: a megabyte of scores stays near the core, at any context length. Not a power of
+# two, at which reading columns of scores is a third slower.
+PART_KEYS = 1008
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries that are solved together, and what they see."""
+
+    own: slice
+    """The queries, and with own keys those too."""
+    context: slice
+    """The context keys that some of them see."""
+    mask: Tensor
+    """0 where seen, -inf where not, over the LAST columns only, own keys included: the others are seen by all.
+    [num_own, num_masked]"""
+
+
+def fits(q: Tensor) -> bool:
+    """Whether tiles serve these queries."""
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
+
+
+def attend(
+    q: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor] | None,
+    tiles: Sequence[Tile],
+    sinks: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention of queries to context keys, and to their own.
+
+    Args:
+        q: [num_queries, heads, head_dim].
+        context: keys and values, each [num_keys, kv_heads, head_dim].
+        own: keys and values of the queries themselves, each [num_queries, kv_heads, head_dim]; None if the context
+            holds them.
+        tiles: in order, covering the queries.
+        sinks: the backward adds the gradients of the context's keys and values here, shaped like them; None sends them
+            on through the graph.
+
+    Returns:
+        [num_queries, heads * head_dim]
+    """
+    own_k, own_v = own if own is not None else (None, None)
+    out: Tensor = _Tiled.apply(q, *context, own_k, own_v, tuple(tiles), sinks)
+    return out.flatten(1)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        context_k: Tensor,
+        context_v: Tensor,
+        own_k: Tensor | None,
+        own_v: Tensor | None,
+        tiles: tuple[Tile, ...],
+        sinks: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        out, group, scale = torch.empty_like(q), q.shape[1] // context_k.shape[1], q.shape[-1] ** -0.5
+        kept: list[Tensor] | None = [] if any(ctx.needs_input_grad) and _bytes(q, own_k, tiles) <= KEEP_BYTES else None
+        space, log_sums = _Space(q, group, tiles), []
+        for tile in tiles:
+            for head in range(context_k.shape[1]):
+                rows = _rows(q, tile, head, group) * scale
+                found, log_sum = None, None
+                for part in _parts(tile):
+                    scores = _scores(space, rows, context_k, own_k, tile, head, part)
+                    probs = torch.softmax(scores, -1, out=None if kept is not None else space.take(1, scores))
+                    values = probs[:, : part.stop - part.start] @ context_v[part, head]
+                    if own_v is not None and part.stop == tile.context.stop:
+                        values.addmm_(probs[:, part.stop - part.start :], own_v[tile.own, head])
+                    part_log_sum = _log_sum(scores, probs)
+                    if found is None or log_sum is None:
+                        found, log_sum = values, part_log_sum
+                    else:
+                        both = torch.logaddexp(log_sum, part_log_sum)
+                        found = found.mul_((log_sum - both).exp_()).add_(values.mul_((part_log_sum - both).exp_()))
+                        log_sum = both
+                    if kept is not None:
+                        kept.append(probs)
+                assert found is not None
+                assert log_sum is not None
+                _put(out, tile, head, group, found)
+                log_sums.append(log_sum)
+        ctx.save_for_backward(q, context_k, context_v, own_k, own_v, out, *log_sums, *(kept or ()))
+        ctx.tiles, ctx.sinks, ctx.is_kept = tiles, sinks, kept is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, context_k, context_v, own_k, own_v, out, *rest = ctx.saved_tensors
+        q_grad = torch.empty_like(q)
+        k_grad, v_grad = ctx.sinks or (torch.zeros_like(context_k), torch.zeros_like(context_v))
+        own_grads = None if own_k is None else (torch.empty_like(own_k), torch.empty_like(own_v))
+        group, scale = q.shape[1] // context_k.shape[1], q.shape[-1] ** -0.5
+        num_calls = len(ctx.tiles) * context_k.shape[1]
+        log_sums, kept, space = iter(rest[:num_calls]), iter(rest[num_calls:]), _Space(q, group, ctx.tiles)
+        for tile in ctx.tiles:
+            parts = _parts(tile)
+            for head in range(context_k.shape[1]):
+                rows, grad = _rows(q, tile, head, group) * scale, _rows(grads[0], tile, head, group)
+                # d loss / d scores = probs * (d loss / d probs - sum over keys of probs * d loss / d probs)
+                pull = torch.linalg.vecdot(grad, _rows(out, tile, head, group))[:, None]
+                log_sum, found = next(log_sums), torch.zeros_like(rows)
+                for part in parts:
+                    keys, values, num_keys = context_k[part, head], context_v[part, head], part.stop - part.start
+                    if ctx.is_kept:
+                        probs = next(kept)
+                    else:
+                        scores = _scores(space, rows, context_k, own_k, tile, head, part)
+                        probs = torch.softmax(scores, -1, out=space.take(1, scores))
+                        if len(parts) > 1:
+                            probs.mul_((_log_sum(scores, probs) - log_sum).exp_())
+                    inner = space.take(0, probs)
+                    torch.mm(grad, values.t(), out=inner[:, :num_keys])
+                    v_grad[part, head].addmm_(probs[:, :num_keys].t(), grad)
+                    has_own = part.stop == tile.context.stop
+                    if own_grads is not None and has_own:
+                        torch.mm(grad, own_v[tile.own, head].t(), out=inner[:, num_keys:])
+                        own_grads[1][tile.own, head] = probs[:, num_keys:].t() @ grad
+                    inner.sub_(pull).mul_(probs)
+                    found.addmm_(inner[:, :num_keys], keys)
+                    k_grad[part, head].addmm_(inner[:, :num_keys].t(), rows)
+                    if own_grads is not None and has_own:
+                        found.addmm_(inner[:, num_keys:], own_k[tile.own, head])
+                        own_grads[0][tile.own, head] = inner[:, num_keys:].t() @ rows
+                _put(q_grad, tile, head, group, found.mul_(scale))
+        context_grads = (None, None) if ctx.sinks is not None else (k_grad, v_grad)
+        return q_grad, *context_grads, *(own_grads or (None, None)), None, None
+
+
+class _Space:
+    """Room for two blocks of scores, made once per call: fresh pages cost as much as what is written to them."""
+
+    def __init__(self, q: Tensor, group: int, tiles: tuple[Tile, ...]) -> None:
+        size = max(
+            group
+            * (tile.own.stop - tile.own.start)
+            * (max(p.stop - p.start for p in _parts(tile)) + tile.mask.shape[1])
+            for tile in tiles
+        )
+        self._rooms = [q.new_empty(size) if index == 0 else None for index in range(2)]
+        self._size = size
+
+    def take(self, index: int, like: Tensor) -> Tensor:
+        """Room as large as a block; what was there is overwritten."""
+        return self.shaped(index, *like.shape)
+
+    def shaped(self, index: int, num_rows: int, num_columns: int) -> Tensor:
+        """The same by size."""
+        room = self._rooms[index]
+        if room is None:
+            first = self._rooms[0]
+            assert first is not None
+            room = self._rooms[index] = torch.empty_like(first)
+        return room[: num_rows * num_columns].view(num_rows, num_columns)
+
+
+def _log_sum(scores: Tensor, probs: Tensor) -> Tensor:
+    """log(sum(exp(scores))) per row, [num_rows, 1]: the largest of the probabilities is exp(largest score - that)."""
+    return scores.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
+
+
+def _bytes(q: Tensor, own_k: Tensor | None, tiles: tuple[Tile, ...]) -> int:
+    """What the probabilities of a call take; as good as endless if a tile's keys come in several parts."""
+    found = 0
+    for tile in tiles:
+        num_own, num_keys = tile.own.stop - tile.own.start, tile.context.stop - tile.context.start
+        if num_keys > PART_KEYS:
+            return 1 << 62
+        found += num_own * (num_keys + (num_own if own_k is not None else 0))
+    return int(found * q.shape[1] * q.element_size())
+
+
+def _parts(tile: Tile) -> list[slice]:
+    """A tile's context keys, `PART_KEYS` at a time or a little more; the last part is long enough for the mask."""
+    first, last = tile.context.start, tile.context.stop
+    ends = list(range(first + PART_KEYS, last - tile.mask.shape[1], PART_KEYS))
+    return [slice(begin, end) for begin, end in zip([first, *ends], [*ends, last])]
+
+
+def _rows(x: Tensor, tile: Tile, head: int, group: int) -> Tensor:
+    """A tile's rows of the query heads that share a key head, head by head: [group * num_own, head_dim]."""
+    return x[tile.own, head * group : (head + 1) * group].transpose(0, 1).flatten(0, 1)
+
+
+def _put(x: Tensor, tile: Tile, head: int, group: int, rows: Tensor) -> None:
+    """Write what `_rows` reads."""
+    x[tile.own, head * group : (head + 1) * group] = rows.unflatten(0, (group, -1)).transpose(0, 1)
+
+
+def _scores(
+    space: _Space, rows: Tensor, context_k: Tensor, own_k: Tensor | None, tile: Tile, head: int, part: slice
+) -> Tensor:
+    """Scores of scaled queries, masked, [group * num_own, num_keys]; the last part has the own keys too."""
+    keys, is_last = context_k[part, head], part.stop == tile.context.stop
+    num_keys, num_masked = keys.shape[0], tile.mask.shape[1]
+    own = own_k[tile.own, head] if own_k is not None and is_last else None
+    scores = space.shaped(0, rows.shape[0], num_keys + (0 if own is None else own.shape[0]))
+    torch.mm(rows, keys.t(), out=scores[:, :num_keys])
+    if own is not None:
+        torch.mm(rows, own.t(), out=scores[:, num_keys:])
+    if is_last:
+        scores.unflatten(0, (-1, tile.mask.shape[0]))[:, :, scores.shape[1] - num_masked :].add_(tile.mask)
+    return scores
+
+
+def tile_rows(num_keys: int) -> int:
+    """Queries of a tile that sees so many keys: fewer waste less among themselves, more make larger matrix products."""
+    return 160 if num_keys <= 4096 else 320
+
+
+def causal_tiles(bounds: list[tuple[int, int]], like: Tensor) -> list[Tile]:
+    """Tiles of causal attention, document by document; the keys are the context.
+
+    Args:
+        bounds: range of rows of each document, covering all of them.
+        like: masks are made in its dtype.
+    """
+    longest = max(tile_rows(last - first) for first, last in bounds)
+    triangle = torch.full((longest, longest), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+    tiles = []
+    for first, last in bounds:
+        step = tile_rows(last - first)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            tiles.append(Tile(slice(begin, end), slice(first, end), triangle[: end - begin, : end - begin]))
+    return tiles
