@@ -138,7 +138,8 @@ def test_a_server_that_dies_stops_the_run_at_a_step_and_the_same_command_goes_on
 
     def dies(fake: FakeServer, number: int, _payload):
         # Not before the first step is done: on a busy machine the requests run far ahead of it.
-        if number > 13 and (tmp_path / "out" / "metrics.jsonl").exists():
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        if number > 13 and metrics.exists() and losses(tmp_path / "out"):
             fake.health = 503
             return "drop"
         return None
