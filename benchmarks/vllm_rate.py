@@ -27,58 +27,60 @@ from peagle.verifier.vllm_launch import ServerCommand, start, stop, wait_ready
 from peagle.verifier.vllm_parallel import in_parallel
 
 OPTIONS = ("--no-enable-prefix-caching",)
-CONCURRENCY = 16
+CONCURRENCY, PORTION = 32, 200
 POLICY = RetryPolicy(300.0, 3, 60.0)
+Run = Callable[[Sequence[list[int]]], None]
 
 
 def extract_rate_ratio(verifier: Path, rows: Sequence[list[int]], work: Path, rounds: int) -> dict[str, Any]:
-    """Tokens per second of extraction against plain prefill, each in its best round, and their ratio.
+    """Tokens per second of extraction over those of plain prefill: median over portions of rows, asked for by turns.
 
-    The best rounds, because whatever else the machine does only ever adds time; the median of the rounds' own ratios is
-    given beside.
+    Portions of some seconds, because other programs on the machine come and go: both sides of a pair meet the same.
     """
     shared = work / "shared"
     extracting = ["launch-vllm", str(verifier), "--hidden-states-path", str(shared), "--", *OPTIONS]
-    seconds: dict[str, list[float]] = {"extract": [], "prefill": []}
+    portions = [rows[i : i + PORTION] for i in range(0, len(rows), PORTION)]
+    pairs: list[tuple[int, float, float]] = []
     with (
         server(extracting, work / "extract.log") as (_, extract_url),
         plain_server(verifier, work / "plain.log") as plain_url,
-        extraction(verifier, rows, extract_url, shared) as extract,
-        prefill(rows, plain_url) as plain,
+        extraction(verifier, extract_url, shared) as extract,
+        prefill(plain_url) as plain,
     ):
-        for number in range(rounds + 1):
-            turns = [("extract", extract), ("prefill", plain)]
-            for name, run in turns if number % 2 else reversed(turns):
-                started_s = time.monotonic()
-                run()
-                seconds[name].append(time.monotonic() - started_s)
-    pairs = list(zip(seconds["extract"], seconds["prefill"]))[1:]  # the first round warms up
-    num_tokens = sum(map(len, rows))
-    best_with, best_without = (min(column) for column in zip(*pairs))
+        for _ in range(rounds + 1):
+            for portion in portions:
+                turns = {"extract": extract, "prefill": plain}
+                seconds = {}
+                for name in sorted(turns, reverse=len(pairs) % 2 == 1):
+                    started_s = time.monotonic()
+                    turns[name](portion)
+                    seconds[name] = time.monotonic() - started_s
+                pairs.append((sum(map(len, portion)), seconds["extract"], seconds["prefill"]))
+    pairs = pairs[len(portions) :]  # the first round warms up
+    ratios = [without / with_it for _, with_it, without in pairs]
     return {
-        "extract_rate_ratio": best_without / best_with,
-        "extract_rate_ratio_median": statistics.median(without / with_it for with_it, without in pairs),
-        "extract_tokens_per_s": num_tokens / best_with,
-        "prefill_tokens_per_s": num_tokens / best_without,
-        "rate_seconds": [[round(value, 3) for value in pair] for pair in pairs],
-        "rate_tokens": num_tokens,
+        "extract_rate_ratio": statistics.median(ratios),
+        "extract_rate_ratio_quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)],
+        "extract_rate_pairs": len(ratios),
+        "extract_tokens_per_s": statistics.median(tokens / with_it for tokens, with_it, _ in pairs),
+        "prefill_tokens_per_s": statistics.median(tokens / without for tokens, _, without in pairs),
     }
 
 
 @contextlib.contextmanager
-def extraction(verifier: Path, rows: Sequence[list[int]], url: str, shared: Path) -> Iterator[Callable[[], None]]:
+def extraction(verifier: Path, url: str, shared: Path) -> Iterator[Run]:
     """Takes every row's states, as `peagle extract --endpoint` does."""
     facts = load_facts(str(verifier), False)
     aux = resolve_aux_layer_ids(facts.num_layers, None)
     settings = EndpointSettings((url,), None, None, CONCURRENCY, POLICY, shared)
     source = EndpointSource(facts, aux, "float32", settings, "rate", False)
-    token_rows = [TokenRow(str(i), "x", list(ids), [1] * len(ids), False, 0) for i, ids in enumerate(rows)]
-    wanted = {row.row_id for row in token_rows}
 
-    def run() -> None:
-        found = list(source.states(token_rows, wanted))
-        if len(found) != len(rows) or any(isinstance(one, RowRefused) for one in found):
-            raise RuntimeError("rows were refused")
+    def run(rows: Sequence[list[int]]) -> None:
+        token_rows = [TokenRow(str(i), "x", list(ids), [1] * len(ids), False, 0) for i, ids in enumerate(rows)]
+        wanted = {row.row_id for row in token_rows}
+        for found in source.states(token_rows, wanted):
+            if isinstance(found, RowRefused):
+                raise RuntimeError(f"{found.row_id}: {found.reason}: {found.detail}")
 
     try:
         yield run
@@ -87,14 +89,14 @@ def extraction(verifier: Path, rows: Sequence[list[int]], url: str, shared: Path
 
 
 @contextlib.contextmanager
-def prefill(rows: Sequence[list[int]], url: str) -> Iterator[Callable[[], None]]:
+def prefill(url: str) -> Iterator[Run]:
     """Sends the same requests, for one token and no states."""
     endpoint = Endpoint(url, None, POLICY, CONCURRENCY)
     endpoint.model(None)
     pool = EndpointPool([endpoint], POLICY)
-    payloads = [{**states_request(list(ids), "x", False), "kv_transfer_params": None} for ids in rows]
 
-    def run() -> None:
+    def run(rows: Sequence[list[int]]) -> None:
+        payloads = [{**states_request(list(ids), "x", False), "kv_transfer_params": None} for ids in rows]
         jobs = (lambda payload=payload: pool.post("/v1/completions", payload) for payload in payloads)
         for _ in in_parallel(jobs, CONCURRENCY, pool.close):
             pass
