@@ -52,7 +52,13 @@ def test_the_readmes_example_runs_and_does_what_it_says(run, monkeypatch, capsys
     exec(compile(example, "README.md", "exec"), names)
     assert names["slots"].num_slots > 0
     assert names["result"].loss_sum.sum() > 0
-    assert names["drafts"].mask_hidden.grad.abs().sum() > 0
-    assert 0 < len(names["answer"].ids) <= 80
-    assert all(0 <= one.num_accepted <= 4 for one in names["answer"].passes)
-    assert capsys.readouterr().out
+    assert names["pair"].drafter.mask_hidden.grad.abs().sum() > 0
+    assert 0 < len(names["written"].answer.ids) <= 80
+    assert all(0 <= accepted <= 4 for accepted in names["written"].accepted)
+    assert "loss per depth" in capsys.readouterr().out
+
+
+def test_the_readmes_example_has_ten_lines():
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    lines = [line for line in example.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 10

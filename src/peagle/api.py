@@ -1,0 +1,179 @@
+"""Python's front door: a drafter with its verifier as one object, to lay out, to train a step, to write answers.
+
+In: a checkpoint, a store. Out: what the rooms give, made from the defaults of the commands. Nothing is decided here
+that a room does not decide; whoever wants another setting calls the room. Public: `load`, `read`, `Pair`, `Written`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peagle import drafter as drafters
+from peagle import layout
+from peagle.drafter.network import Drafter
+from peagle.engine import Answer, Engine, Request, Sampling
+from peagle.layout.cod import CodLayout
+from peagle.states.batch import Batch, pack
+from peagle.states.store import StoreReader
+from peagle.train.config import FitConfig
+from peagle.train.distributed import World
+from peagle.train.loop import step_settings
+from peagle.train.masters import choose_trained
+from peagle.train.order import generator
+from peagle.train.step import StepResult, num_supervised, train_step
+from peagle.verifier.facts import VerifierFacts, load_facts
+from peagle.verifier.tokenizer import eos_ids, load_tokenizer
+from peagle.verifier.transformers import TransformersVerifier, resolve_device
+from peagle.verifier.weights import VerifierHead, load_head
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer."""
+
+    text: str
+    answer: Answer
+    """Its token ids, why it ended, and every verifier pass."""
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafted tokens that each verifier pass accepted."""
+        return [one.num_accepted for one in self.answer.passes]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A drafter and the verifier that it was trained for. The verifier is loaded when it is first needed."""
+
+    drafter: Drafter
+    facts: VerifierFacts
+    """The verifier's sizes, ids and places, from its configuration."""
+    trust_remote_code: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where both live."""
+        return self.drafter.fc.weight.device
+
+    @cached_property
+    def verifier(self) -> TransformersVerifier:
+        """The whole verifier, in the drafter's dtype."""
+        return TransformersVerifier(self.facts, self.drafter.fc.weight.dtype, self.device)
+
+    @cached_property
+    def head(self) -> VerifierHead:
+        """The verifier's norm and head, restricted to the drafter's vocabulary; read without the rest."""
+        head = load_head(self.facts).to(self.device, self.drafter.fc.weight.dtype)
+        if not self.drafter.config.is_pruned:
+            return head
+        ids = torch.arange(self.drafter.config.draft_vocab_size, device=self.device)
+        return head.restricted(self.drafter.to_verifier_ids(ids))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The verifier's."""
+        return load_tokenizer(self.facts.name_or_path, self.trust_remote_code)
+
+    @cached_property
+    def training(self) -> FitConfig:
+        """The defaults of `peagle train`, with as many depths as the drafter drafts."""
+        shape = self.drafter.config
+        settings: dict[str, Any] = {"num_depths": shape.num_speculative_tokens}
+        if shape.speculators_model_type == "eagle3":  # whole chains over the verifier's embedding, as in training
+            settings |= {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "train_embeddings": "none"}
+        return FitConfig.build(settings)
+
+    def lay_out(self, batch: Batch, seed: int = 0) -> CodLayout:
+        """Draw which slots of depth 1 and more a training step takes, document by document."""
+        return layout.sample(
+            batch.is_supervised.cpu(),
+            batch.document_ids.cpu(),
+            self.training.num_depths,
+            self.training.down_sample_ratio,
+            self.training.down_sample_ratio_min,
+            [generator("cod", seed, 0, row_id) for row_id in batch.row_ids],
+        )
+
+    def train_step(self, batch: Batch, slots: CodLayout) -> StepResult:
+        """Add the gradient of the mean loss to each trained parameter's `.grad`.
+
+        Returns:
+            Sums of losses and of right choices per depth, and how many slots each depth has.
+        """
+        choose_trained(self.drafter, self.training.train_embeddings, self.training.train_lm_head)
+        settings = step_settings(self.training, self.drafter, len(batch.pair_ids), World(0, 1, self.device))
+        batch = batch.to(self.device, self.drafter.fc.weight.dtype)
+        slots = slots.to(self.device)
+        return train_step(self.drafter, self.head, batch, slots, num_supervised(batch, slots), settings, None)
+
+    def write(
+        self,
+        prompts: str | Sequence[str],
+        max_new_tokens: int = 512,
+        num_speculative_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        batch_size: int = 1,
+    ) -> list[Written]:
+        """Answer prompts by speculative decoding: greedily the verifier's own text, sampled its own distribution.
+
+        Args:
+            prompts: what the user says, one text or several; each goes through the chat template as one turn.
+            max_new_tokens: longest answer, its end token included.
+            num_speculative_tokens: drafted per verifier pass; None: as many as the drafter was made for.
+            temperature, top_p, seed: of the sampling; temperature 0 is greedy.
+            batch_size: prompts decoded side by side.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        depth = self.drafter.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        ends = eos_ids(self.facts, self.tokenizer)
+        engine = Engine(self.verifier.model, self.drafter.eval(), depth, ends, sampling, batch_size)
+        requests = [Request(self._prompt_ids(text), max_new_tokens) for text in texts]
+        answers = engine.generate(requests)
+        return [Written(self.tokenizer.decode(one.ids, skip_special_tokens=True), one) for one in answers]
+
+    def _prompt_ids(self, text: str) -> list[int]:
+        turns = [{"role": "user", "content": text}]
+        return list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+
+def load(
+    checkpoint: str | Path,
+    verifier: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Pair:
+    """Load a drafter, and find the verifier that it names.
+
+    Args:
+        checkpoint: a folder or a hub id.
+        verifier: a folder or hub id in place of the one that the checkpoint names.
+        dtype: in which both compute. Halves (`torch.bfloat16`) are usual on a GPU.
+        device: "cpu", "cuda", "cuda:1"; "auto": the first GPU, else the CPU.
+        trust_remote_code: let the verifier's own code run.
+
+    Raises:
+        PeagleError: what of the two cannot be used, by name.
+    """
+    drafter = drafters.load(str(checkpoint), dtype, resolve_device(device))
+    return Pair(drafter, load_facts(verifier or drafter.config.verifier, trust_remote_code), trust_remote_code)
+
+
+def read(hidden_states: str | Path, num_rows: int, start: int = 0) -> Batch:
+    """Read rows with their hidden states from what `peagle extract` wrote, and pack them.
+
+    Args:
+        hidden_states: the store's folder.
+        num_rows, start: how many rows, from which on.
+    """
+    store = StoreReader.open(Path(hidden_states))
+    return pack([store.read(row_id) for row_id in store.row_ids[start : start + num_rows]], None)
