@@ -84,7 +84,7 @@ def test_replay_gives_exactly_the_counts_of_decoding(verifier, kind: str, change
     records = recorded_of(verifier, drafter, with_tails(asked, answers, verifier, depth, 4))
     replayed = [replay(drafter, None, recorded, depth, GREEDY) for recorded in records]
     assert total(list(zip(records, replayed)), depth) == decoded
-    assert all(disagreement(r, o, a) is None for r, o, a in zip(records, replayed, answers))
+    assert all(disagreement(r, o, a, torch.float32) is None for r, o, a in zip(records, replayed, answers))
     assert sum(one.num_unjudged for one in replayed) == 0
     pooled = pool((one.total for one in decoded.values()), depth)
     assert pooled.num_accepted > 10
@@ -103,7 +103,7 @@ def test_without_a_tail_only_the_last_passes_are_left_out(verifier):
         one = replay(drafter, None, recorded, depth, GREEDY)
         left_out += one.num_unjudged
         assert one.num_unjudged <= depth
-        assert disagreement(recorded, one, answer) is None
+        assert disagreement(recorded, one, answer, torch.float32) is None
         assert [p.num_accepted for p in one.passes] == [p.num_accepted for p in answer.passes][: len(one.passes)]
     assert left_out > 0
 
@@ -128,6 +128,8 @@ def test_tokens_that_the_verifier_would_not_write_are_told(verifier):
     assert off_policy.tokens == sum(a != b for a, b in zip(choices[2:7].tolist(), ids[3:]))
     assert "not the verifier's own" in off_policy.note
     assert OffPolicy(0, 5).note is None
+    assert "rounding of bfloat16" in OffPolicy(1, 100, torch.bfloat16).note
+    assert "only estimates" in OffPolicy(9, 100, torch.bfloat16).note
 
 
 def test_a_tie_is_decided_as_the_recorded_answer_says(verifier):
@@ -188,12 +190,13 @@ def test_a_difference_is_excused_only_by_a_shown_gap(verifier):
     (recorded,) = recorded_of(verifier, drafter, with_tails(asked, [answer], verifier, 3, 1))
     one = replay(drafter, None, recorded, 3, GREEDY)
 
-    def changed(gap: float, runner_up: int) -> list:
+    def changed(gap: float, runner_up: int, dtype=torch.float32) -> list:
         first = one.passes[0]
         other = (first.draft_ids[0] + 1) % 9
         drafted = (other, *first.draft_ids[1:])
-        fake = ReplayedPass(first.num_known, drafted, 3 - first.num_accepted, (runner_up,) * 3, (gap,) * 3)
-        found = disagreement(recorded, type(one)([fake, *one.passes[1:]], 0, {}), answer)
+        next_best = ((runner_up,),) * 3, ((gap,),) * 3
+        fake = ReplayedPass(first.num_known, drafted, 3 - first.num_accepted, *next_best, (10.0,) * 3)
+        found = disagreement(recorded, type(one)([fake, *one.passes[1:]], 0, {}), answer, dtype)
         assert found is not None
         return [found]
 
@@ -202,6 +205,13 @@ def test_a_difference_is_excused_only_by_a_shown_gap(verifier):
     assert is_equal(changed(2e-4, ours), 1) is False
     assert is_equal(changed(5e-5, (ours + 2) % 9), 1) is False
     assert changed(2e-4, ours)[0].gap == 2e-4
-    shorter = disagreement(recorded, type(one)(one.passes[:-1], 0, {}), answer)
+    # half precision cannot tell 10.0 and 9.9 apart: no agreement, but no fault either
+    halved = changed(0.1, ours, torch.bfloat16)
+    assert is_equal(halved, 1) is False
+    assert halved[0].is_within_rounding
+    assert not changed(0.3, ours, torch.bfloat16)[0].is_within_rounding
+    assert not changed(0.1, ours)[0].is_within_rounding
+    assert not changed(0.1, (ours + 2) % 9, torch.bfloat16)[0].is_within_rounding
+    shorter = disagreement(recorded, type(one)(one.passes[:-1], 0, {}), answer, torch.float32)
     assert is_equal([shorter], 1) is False
     assert is_equal([], 0) is None

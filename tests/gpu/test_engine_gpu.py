@@ -40,7 +40,7 @@ def test_greedy_ids_are_the_verifiers_own_and_replay_counts_alike(tmp_path, kind
     for recorded, answer in zip(
         on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None, True, OffPolicy()), answers
     ):
-        assert disagreement(recorded, replay(drafter, None, recorded, 4, greedy), answer) is None
+        assert disagreement(recorded, replay(drafter, None, recorded, 4, greedy), answer, torch.float32) is None
 
 
 def test_sampling_and_its_replay_run_on_the_device(tmp_path):

@@ -20,10 +20,15 @@ from peagle.evaluate.baseline import TransformersBaseline
 
 TIE_GAP = 1e-4
 """Two logits closer than this are a tie: a pass over several tokens may round it another way than one over a single."""
-_HALF_ROUNDING = {torch.bfloat16: 0.02, torch.float16: 0.003}
-"""Two to three units in the last place of the largest logit."""
 _WARM_UP_TOKENS = 8
 _LAP_BATCHES = 2
+_HALF_ROUNDING = {torch.bfloat16: 0.02, torch.float16: 0.003}
+"""Two to three units in the last place of the largest logit."""
+
+
+def within_rounding(gap: float, largest: float, dtype: torch.dtype) -> bool:
+    """Whether a half-precision network cannot tell two logits apart, of which one is the largest. Never in float32."""
+    return abs(gap) <= _HALF_ROUNDING.get(dtype, 0.0) * abs(largest)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Difference:
     def is_within_rounding(self) -> bool:
         """Whether a half-precision verifier cannot tell the two apart; it then differs from itself as well, from one
         batch or pass length to another. Never so in float32."""
-        return self.is_tie or abs(self.gap) <= _HALF_ROUNDING.get(self.dtype, 0.0) * abs(self.largest)
+        return self.is_tie or within_rounding(self.gap, self.largest, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,10 @@ class Outcome:
             same = f"{lossless['identical']} of {lossless['checked']}"
             found.append(f"lossless: {same} answers identical to the verifier's own{ties}")
         if self.agreement is not None and self.agreement.equal is not None:
-            verdict = "gives the same counts" if self.agreement.equal else "COUNTS OTHERWISE THAN DECODING"
+            verdict = "gives the same counts"
+            if not self.agreement.equal:
+                near = f"counts as decoding does but for rounding in {len(self.agreement.found)} answers"
+                verdict = near if self.agreement.is_within_rounding else "COUNTS OTHERWISE THAN DECODING"
             found.append(f"replay: {verdict} ({self.agreement.num_answers} answers, {replayed['passes']} passes)")
         if speed["tokens_per_s"] and speed["plain_tokens_per_s"]:
             found.append(
@@ -98,16 +101,24 @@ class Outcome:
 
     @property
     def is_sound(self) -> bool:
-        """Something was drafted, every compared answer is the verifier's own, and replay counts as decoding does."""
+        """Something was drafted, every compared answer is the verifier's own, and replay counts as decoding does; a
+        half-precision pair is excused where its logits are within rounding."""
         drafted = pool((dataset.total for dataset in self.datasets.values()), self.depth).num_drafts > 0
         wrong = [one for one in self._differences() if not one.is_within_rounding]
-        return drafted and not wrong and (self.agreement is None or self.agreement.equal is not False)
+        return drafted and not wrong and (self.agreement is None or self.agreement.is_within_rounding)
 
     def rounding_note(self) -> str | None:
-        """Said where a half-precision verifier gives answers that differ."""
+        """Said where half precision gives answers that differ, or drafts that replay counts otherwise."""
         rounded = [one for one in self._differences() if one.is_within_rounding and not one.is_tie]
         if not rounded:
-            return None
+            agreement = self.agreement
+            if agreement is None or agreement.equal is not False or not agreement.is_within_rounding:
+                return None
+            dtype = str(agreement.found[0].dtype).removeprefix("torch.")
+            return (
+                f"in {len(agreement.found)} answers replay and decoding draft differently where the drafter's best "
+                f"logits are within the rounding of {dtype}. --dtype float32 compares exactly"
+            )
         dtype = str(rounded[0].dtype).removeprefix("torch.")
         return (
             f"{len(rounded)} answers differ from the verifier's own where its best logits are within the rounding of "
@@ -157,6 +168,7 @@ class Outcome:
                     "replayed_ids": list(one.replayed_ids),
                     "logit_gap": one.gap,
                     "is_tie": one.is_tie,
+                    "is_within_rounding": one.is_within_rounding,
                 }
                 for one in found[:_SHOWN]
             ],

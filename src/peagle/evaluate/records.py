@@ -32,15 +32,23 @@ class OffPolicy:
 
     tokens: int = 0
     judged: int = 0
+    dtype: torch.dtype = torch.float32
+    """In which the verifier's choice was computed."""
 
     @property
     def note(self) -> str | None:
         """A warning where it matters."""
         if self.tokens <= self.judged // 1000:
             return None
+        found = f"{self.tokens} of {self.judged} recorded tokens are not the verifier's own greedy choice"
+        if self.dtype != torch.float32 and self.tokens <= self.judged // 50:
+            name = str(self.dtype).removeprefix("torch.")
+            return (
+                f"{found}; so few are the rounding of {name}. Exact: --dtype float32, at `peagle regenerate` and here"
+            )
         return (
-            f"{self.tokens} of {self.judged} recorded tokens are not the verifier's own greedy choice: replay then "
-            "only estimates acceptance. Let the verifier write the answers (`peagle regenerate`, temperature 0)"
+            f"{found}: replay then only estimates acceptance. Let the verifier write the answers (`peagle regenerate`, "
+            "temperature 0)"
         )
 
 

@@ -25,7 +25,9 @@ from peagle.evaluate.counts import Counts, DatasetCounts, context_bucket, pool
 from peagle.verifier.weights import VerifierHead
 
 Blocks = Iterator[tuple[Tensor, Tensor]]
-BestTwo = tuple[list[list[int]], list[list[float]]]
+Best = tuple[list[list[int]], list[list[float]]]
+_NUM_BEST = 5
+"""Choices kept at each depth. In float32 the second explains a tie; in half precision several are level."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ class ReplayedPass:
     num_known: int
     draft_ids: tuple[int, ...]
     num_accepted: int
-    runner_up_ids: tuple[int, ...]
-    """The drafter's second choices, and by how much their logits are behind."""
-    runner_up_gaps: tuple[float, ...]
+    runner_up_ids: tuple[tuple[int, ...], ...]
+    """The drafter's next choices at each depth, best first, and by how much their logits are behind."""
+    runner_up_gaps: tuple[tuple[float, ...], ...]
+    best_logits: tuple[float, ...]
+    """The drafter's largest logit at each depth."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +99,27 @@ def replay(drafter: Drafter, head: VerifierHead | None, recorded: Recorded, dept
         aux = recorded.aux_states[:num_pairs].to(device, drafter.fc.weight.dtype)
         if sampling.is_greedy:
             blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, None)
-            return _walk(recorded, list(_best_two(drafter, blocks)), depth)
+            return _walk(recorded, list(_best(drafter, blocks)), depth)
         assert head is not None
         blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, ids[2:])
         return _expect(drafter, head, recorded, blocks, depth, sampling)
 
 
-def _best_two(drafter: Drafter, blocks: Blocks) -> Iterator[BestTwo]:
-    """Per anchor: the two best verifier ids and logits at each depth, lists of [depth][2]."""
+def _best(drafter: Drafter, blocks: Blocks) -> Iterator[Best]:
+    """Per anchor: the best verifier ids and logits at each depth, lists of [depth][_NUM_BEST]."""
     for _, logits in blocks:
-        best = logits.float().topk(min(2, logits.shape[-1]), -1)
+        best = logits.float().topk(min(_NUM_BEST, logits.shape[-1]), -1)
         yield from zip(drafter.to_verifier_ids(best.indices).tolist(), best.values.tolist())
 
 
-def _walk(recorded: Recorded, best: list[BestTwo], depth: int) -> Replayed:
+def _walk(recorded: Recorded, best: list[Best], depth: int) -> Replayed:
     choices = _choices(recorded)
     passes, unjudged = [], 0
     known = recorded.start + 1  # the prompt, and the token that its prefill gave
     while known < recorded.end:
         top_ids, top_logits = best[known - 1 - recorded.start]
         wanted = choices[known - 1 : known - 1 + depth]
-        drafted = [pair[0] for pair in top_ids]
+        drafted = [ids[0] for ids in top_ids]
         if len(wanted) < depth or -1 in wanted:
             unjudged += 1
             known += 1 + _agreement(drafted, wanted)
@@ -126,8 +130,9 @@ def _walk(recorded: Recorded, best: list[BestTwo], depth: int) -> Replayed:
                 known,
                 tuple(drafted),
                 accepted,
-                tuple(pair[-1] for pair in top_ids),
-                tuple(pair[0] - pair[-1] if len(pair) > 1 else float("inf") for pair in top_logits),
+                tuple(tuple(ids[1:]) for ids in top_ids),
+                tuple(tuple(logits[0] - one for one in logits[1:]) for logits in top_logits),
+                tuple(logits[0] for logits in top_logits),
             )
         )
         known += accepted + 1

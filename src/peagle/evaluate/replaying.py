@@ -33,6 +33,11 @@ class Agreement:
     num_passes: int
     found: list[Disagreement]
 
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether they count alike but for what half precision cannot tell apart."""
+        return all(one.is_within_rounding for one in self.found)
+
 
 def replay_recorded(
     config: EvaluateConfig,
@@ -59,7 +64,7 @@ def replay_recorded(
         )
     weight = drafter.fc.weight
     head = load_head(facts).to(weight.device, weight.dtype)
-    off_policy = OffPolicy()
+    off_policy = OffPolicy(dtype=weight.dtype)
     source: Iterable[Recorded]
     if config.hidden_states_path is not None:
         reader = open_store(config.hidden_states_path, drafter.config)
@@ -115,7 +120,7 @@ def replay_decoded(
             for place, recorded in zip(places, records):
                 replayed = replay(drafter, None, recorded, depth, sampling)
                 num_passes += len(replayed.passes)
-                differing = disagreement(recorded, replayed, answers[place])
+                differing = disagreement(recorded, replayed, answers[place], drafter.fc.weight.dtype)
                 if differing is not None:
                     found.append(differing)
                 meter.advance(1)
