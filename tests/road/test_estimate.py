@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
 from peagle.road import show_plan
 from peagle.road.estimate import (
@@ -15,6 +16,7 @@ from peagle.road.estimate import (
     slots_per_supervised,
     store_bytes,
     training_bytes,
+    training_epochs,
     training_work,
 )
 from peagle.road.recipe import find, read, stages
@@ -43,6 +45,31 @@ def test_slots_and_work_follow_the_ratios_down_to_the_floor():
     assert slots_per_supervised(8, 0.5, 0.2) == pytest.approx(1 + 0.5 + 0.25 + 5 * 0.2)
     work = training_work(Rows(1, 1000, 600, True), SIZES, {"num_layers": 4, "num_depths": 4})
     assert work / 1000 == pytest.approx(6.85e9, rel=0.01)
+
+
+def test_a_limit_of_steps_ends_the_epochs_and_their_checkpoints():
+    rows = Rows(1000, 170_000, 90_000, True)
+    settings = {"epochs": 100, "max_steps": 660, "total_seq_len": 1024}
+    assert training_epochs(rows, settings, 1) == pytest.approx(3.98, abs=0.01)
+    assert training_epochs(rows, {**settings, "gradient_accumulation_steps": 2}, 2) == pytest.approx(15.9, abs=0.01)
+    assert training_epochs(rows, {"epochs": 3}, 1) == 3
+    demo = read(find("demo"), None, ())
+    (train,) = [stage for stage in stages(demo) if stage.name == "train"]
+    found = estimate(train, demo, demo.sizes or show_plan.sizes_of(demo), rows, 50e9)
+    assert 60 < found.seconds < 600
+    assert found.disk_bytes < 100e6
+
+
+def test_a_narrow_terminal_gets_no_words_cut_in_two(capsys):
+    recipe = read(find("qwen3-8b"), None, ())
+    steps = plan(recipe, None)
+    found, rows = show_plan.estimates(recipe, steps)
+    for width in (80, 120):
+        console = Console(width=width, record=True)
+        console.print(show_plan.table(recipe, steps, found, rows, width))
+        text = console.export_text()
+        assert ("checkpoints/checkpoint_best" in text) == (width == 120)
+        assert all(step.stage.name in text for step in steps)
 
 
 def test_rows_are_assumed_until_they_are_counted(tmp_path):

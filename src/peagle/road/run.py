@@ -77,7 +77,8 @@ def show_or_walk(config: RunConfig) -> int:
     if config.json_output:
         print(json.dumps(show_plan.as_json(recipe, steps, found, rows), indent=2))
     else:
-        Console().print(show_plan.table(recipe, steps, found, rows))
+        console = Console()
+        console.print(show_plan.table(recipe, steps, found, rows, console.width))
     return 0
 
 

@@ -14,6 +14,8 @@ from peagle.road.estimate import Estimate, Rows, count_rows, estimate, measured_
 from peagle.road.recipe import Recipe
 from peagle.road.run import Step
 
+_WIDE = 116
+
 
 def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], Rows | None]:
     """Estimate every step; the machine's rate is measured if anything is to be run."""
@@ -22,19 +24,22 @@ def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], Ro
     return [estimate(step.stage, recipe, sizes, rows, rate) for step in steps], rows
 
 
-def table(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], rows: Rows | None) -> Table:
-    """The plan for a terminal."""
+def table(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], rows: Rows | None, width: int) -> Table:
+    """The plan for a terminal of so many columns; what each stage makes is left out where it would be cut up."""
     shown = Table(title=f"{recipe.name}: {recipe.description or recipe.verifier}", title_justify="left")
-    for name in ("stage", "plan", "why", "makes"):
+    is_wide = width >= _WIDE
+    for name in ("stage", "plan"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("why", "makes") if is_wide else ("why",):
         shown.add_column(name, overflow="fold")
     for name in ("disk", "memory", "time here"):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
     for step, one in zip(steps, found):
         is_idle = step.action == "skip"
         costs = ("", "", "") if is_idle else (size(one.disk_bytes), size(one.memory_bytes), spell(one.seconds))
         style = "dim" if is_idle else ""
-        makes = _below(step.stage.output, recipe.output)
-        shown.add_row(step.stage.name, step.action, step.why, makes, *costs, style=style)
+        makes = (_below(step.stage.output, recipe.output),) if is_wide else ()
+        shown.add_row(step.stage.name, step.action, step.why, *makes, *costs, style=style)
     shown.caption = caption(recipe, steps, found, rows)
     shown.caption_justify = "left"
     return shown
@@ -58,7 +63,7 @@ def caption(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], ro
     free = free_bytes(recipe.output)
     verdict = "" if need <= free else "  THE DISK IS TOO SMALL."
     parts.append(f"Disk: {size(need)} needed, {size(free)} free at {recipe.output}.{verdict}")
-    parts.append("Time is for this machine, to a factor of two.")
+    parts.append("Time is for this machine as busy as it is now, to a factor of two or three.")
     return " ".join(parts)
 
 
