@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from peagle import drafter as drafter_room
 from peagle.cli.main import main
 from peagle.errors import ConfigError, DataError, DiskError, PeagleError, StoreError, TrainingError, VerifierError
+from peagle.states.config import ExtractConfig
+from peagle.states.extract import extract
 from peagle.states.store import StoreReader
 from peagle.train.config import TrainConfig
 from peagle.train.decide import Decision, decide
@@ -67,6 +69,21 @@ def test_another_verifier_than_the_store_s_is_refused(files, tmp_path):
     refused(files, tmp_path, StoreError, "made by other weights", verifier_name_or_path=str(other))
     wider = tiny_verifier(tmp_path / "wider", hidden_size=32)
     refused(files, tmp_path, StoreError, r"hidden_size 64\), .* has 32", verifier_name_or_path=str(wider))
+
+
+def test_tensors_with_unusual_names_are_named_by_a_flag(files, tmp_path):
+    odd = shutil.copytree(files.verifier, tmp_path / "odd")
+    tensors = load_file(odd / "model.safetensors")
+    tensors["adapter.last_norm.w"] = 3 * tensors["model.norm.weight"]
+    save_file(tensors, odd / "model.safetensors", metadata={"format": "pt"})
+    asked = {"verifier_name_or_path": str(odd), "hidden_states_path": tmp_path / "states"}
+    extract(ExtractConfig.build({"preprocessed_data": files.data, "output": tmp_path / "states", "model": str(odd)}))
+    refused(files, tmp_path, VerifierError, "no tensor named a.b", **asked, verifier_tensors=("norm=a.b",))
+    named = {"verifier_tensors": ("norm=adapter.last_norm.w",)}
+    runs = [
+        train(files.config(tmp_path / name, **asked, **more, max_steps=1)) for name, more in (("a", {}), ("b", named))
+    ]
+    assert runs[0].steps[0].loss != pytest.approx(runs[1].steps[0].loss, rel=1e-3)
 
 
 def test_a_verifier_without_tokenizer_is_refused(files, tmp_path):

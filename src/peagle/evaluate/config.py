@@ -31,6 +31,8 @@ class EvaluateConfig(StageConfig):
     """Folder for evaluation.json and evaluation.md, or the name of the .json file."""
     verifier_name_or_path: str | None = Field(None, json_schema_extra={"aliases": ["--model"]})
     """The verifier. Unset: the one that the checkpoint names."""
+    verifier_tensors: tuple[str, ...] = ()
+    """Names of the verifier's tensors where they are unusual: embedding=NAME, norm=NAME, head=NAME."""
     num_speculative_tokens: int | None = Field(None, ge=1)
     """Tokens drafted per verifier pass. Unset: as many as the checkpoint says."""
     max_samples: int | None = Field(None, ge=1, json_schema_extra={"aliases": ["--limit"]})

@@ -49,6 +49,7 @@ def evaluate(config: EvaluateConfig) -> int:
     folder = drafters.find(config.checkpoint)
     shape = DrafterConfig.from_json(read_config(folder), str(folder / "config.json"))
     facts = load_facts(config.verifier_name_or_path or shape.verifier, config.trust_remote_code)
+    facts = facts.with_tensor_names(config.verifier_tensors)
     tokenizer = load_tokenizer(facts.name_or_path, config.trust_remote_code)
     notes = [note for note in (check_pair(shape, facts, tokenizer),) if note]
     depth = config.num_speculative_tokens or shape.num_speculative_tokens

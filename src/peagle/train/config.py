@@ -125,6 +125,8 @@ class TrainConfig(FitConfig):
 
     verifier_name_or_path: str = Field(json_schema_extra=_PATHS)
     """The verifier: hub id or folder. Its embedding, head and final norm start the drafter."""
+    verifier_tensors: tuple[str, ...] = Field((), json_schema_extra=_PATHS)
+    """Names of the verifier's tensors where they are unusual: embedding=NAME, norm=NAME, head=NAME."""
     data_path: Path = Field(json_schema_extra=_PATHS)
     """Prepared rows (`peagle prepare`)."""
     hidden_states_path: Path | None = Field(None, json_schema_extra=_PATHS)

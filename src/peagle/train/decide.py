@@ -103,6 +103,7 @@ def decide(config: TrainConfig) -> Decision:
     """
     prepared = load_prepared(config.data_path)
     facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
+    facts = facts.with_tensor_names(config.verifier_tensors)
     source = None if config.from_pretrained is None else pretrained_config(config.from_pretrained)
     if source is not None:
         check_source(source, str(config.from_pretrained), facts.name_or_path, facts.hidden_size, facts.vocab_size)

@@ -132,6 +132,7 @@ def open_rows(
         return prepared.row(index[row_id])
 
     facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
+    facts = facts.with_tensor_names(config.verifier_tensors)
     head = _head(facts, config)
     source = open_source(_extract_config(config, spec), spec, facts, head, row_of(next(iter(train))), world.rank)
     kept = None
@@ -190,6 +191,7 @@ def _extract_config(config: TrainConfig, spec: StoreSpec) -> ExtractConfig:
             "batch_size": 1,
             "device": config.device,
             "trust_remote_code": config.trust_remote_code,
+            "verifier_tensors": config.verifier_tensors,
             "endpoint": config.endpoint,
             "concurrency": config.concurrency,
             "request_timeout_s": config.request_timeout_s,

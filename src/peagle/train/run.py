@@ -91,6 +91,7 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
         rows = open_rows(config, decision.store_spec(), *extents, world)
         try:
             facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
+            facts = facts.with_tensor_names(config.verifier_tensors)
             head, embedding = load_head(facts), load_embedding(facts)
             draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
             first = Remembered(rows.train)
