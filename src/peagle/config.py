@@ -48,7 +48,10 @@ def explain(config_type: type[BaseModel], error: ValidationError) -> str:
             hint = f"; did you mean `{near[0]}`?" if near else ""
             parts.append(f"unknown key `{name}`{hint}")
         elif fault["type"] == "missing":
-            parts.append(f"--{name.replace('_', '-')} is needed")
+            field = config_type.model_fields.get(name)
+            extra = field.json_schema_extra if field is not None else None
+            is_positional = isinstance(extra, dict) and bool(extra.get("positional"))
+            parts.append(f"{name.upper() if is_positional else '--' + name.replace('_', '-')} is needed")
         else:
             message = fault["msg"].removeprefix("Value error, ")
             flag = f"--{name.replace('_', '-')}: " if name else ""

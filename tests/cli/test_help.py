@@ -31,6 +31,22 @@ def test_flags_stand_in_the_groups_of_their_config_and_show_defaults(capsys):
     assert "(default: 4)" in shown
 
 
+def test_what_must_be_said_is_in_the_usage_and_marked(capsys):
+    shown = {}
+    for name in ("prepare", "check", "doctor", "report"):
+        main([name, "--help"])
+        shown[name] = capsys.readouterr().out
+    assert shown["prepare"].startswith("Usage: peagle prepare --model TEXT --data TEXT ... [FLAGS]\n")
+    assert shown["prepare"].count("(needed)") == 2
+    assert shown["check"].startswith("Usage: peagle check CHECKPOINT [FLAGS]\n")
+    assert shown["doctor"].startswith("Usage: peagle doctor [MODEL] [FLAGS]\n")
+    assert shown["report"].startswith("Usage: peagle report FOLDERS ... [FLAGS]\n")
+    assert main(["check"]) == 2
+    assert "error: CHECKPOINT is needed" in capsys.readouterr().err
+    assert main(["prepare"]) == 2
+    assert "error: --model is needed; --data is needed" in capsys.readouterr().err
+
+
 def test_a_long_name_puts_its_help_on_the_next_line():
     assert entry("--x", "short", 80) == "  --x" + " " * 33 + "short\n"
     lines = entry("--a-name-that-is-longer-than-the-column N", "help", 80).splitlines()

@@ -6,6 +6,7 @@ import yaml
 
 from peagle.drafter.card import NOT_MEASURED, card, is_hub_id, public_name, refresh_card, run_facts, write_card
 from peagle.drafter.config import DrafterConfig
+from peagle.embedded import NAMES
 
 EVALUATION = {
     "convention": "Pooled over all passes.",
@@ -78,6 +79,17 @@ def test_what_is_a_hub_id(tmp_path):
     assert not is_hub_id("/models/qwen")
     assert not is_hub_id("./a/b")
     assert public_name("/models/qwen") == "qwen"
+    assert public_name(str(NAMES["embedded:verifier"])) == "embedded:verifier"
+
+
+def test_settings_of_the_other_kind_of_drafter_are_left_out():
+    settings = {"num_depths": 4, "down_sample_ratio": 0.7, "ttt_steps": 3, "lr": 0.5}
+    parallel = card(config("a/b"), {"settings": {**settings, "speculator_type": "peagle"}}, None, None)
+    assert "| num_depths | 4 |" in parallel
+    assert "ttt_steps" not in parallel
+    chain = card(config("a/b"), {"settings": {**settings, "speculator_type": "eagle3"}}, None, None)
+    assert "| ttt_steps | 3 |" in chain
+    assert "down_sample_ratio" not in chain
 
 
 def test_the_run_beside_a_checkpoint_is_found_through_its_link(tmp_path):

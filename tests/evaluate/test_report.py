@@ -31,7 +31,11 @@ def write_run(folder, accepted=(800, 500, 300), with_speed=True):
             "a|b <c>": DatasetCounts(Counts(10, (5, 2, 1), 20), {}),
         }
     )
-    found |= {"checkpoint": str(checkpoint), "lossless": {"checked": 40, "identical": 40}, "notes": ["a <note>"]}
+    found |= {
+        "checkpoint": str(checkpoint),
+        "lossless": {"checked": 40, "identical": 40},
+        "notes": ["a <note>, `code`"],
+    }
     if with_speed:
         found["speed"] = {
             "tokens_per_s": 150.0,
@@ -103,7 +107,7 @@ def test_the_page_fetches_nothing_and_escapes_what_it_shows(tmp_path):
     assert "url(" not in page
     assert "http" not in page
     assert "a|b &lt;c&gt;" in page
-    assert "a &lt;note&gt;" in page
+    assert "a &lt;note&gt;, <code>code</code>" in page
     assert "&lt;b&gt;&amp;" in page
     assert "Expected speed-up" in parser.titles
 
@@ -125,6 +129,31 @@ def test_several_drafters_stand_side_by_side_with_the_best_marked(tmp_path):
     assert re.search(r'<td>qa</td><td class="best">2\.600</td><td>1\.750</td>', page)
     assert "Acceptance: good" in page
     assert "Acceptance: poor" in page
+
+
+def test_one_training_measured_twice_is_drawn_once(tmp_path):
+    first = write_run(tmp_path / "a")
+    second = tmp_path / "a" / "again"
+    second.mkdir()
+    (second / "evaluation.json").write_text((first / "evaluation.json").read_text())
+    report(ReportConfig(folders=[str(first), str(second)], output=tmp_path / "out", title=None))
+    titles = re.findall(r"<h3>(.*?)</h3>", (tmp_path / "out" / "report.html").read_text())
+    assert titles.count("Loss") == 1
+
+
+def test_agreement_of_replay_and_lossless_answers_are_told_in_words(tmp_path):
+    folders = [write_run(tmp_path / name) for name in ("a", "b")]
+    for folder, equal in zip(folders, (True, False)):
+        found = json.loads((folder / "evaluation.json").read_text())
+        differences = [] if equal else [{"row_id": "x"}, {"row_id": "y"}]
+        found["replay"] = {"equal": equal, "answers": 8, "passes": 375, "excused": 0, "differences": differences}
+        (folder / "evaluation.json").write_text(json.dumps(found))
+    report(ReportConfig(folders=[str(folder) for folder in folders], output=tmp_path / "out", title=None))
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| evaluation: replay | counts as decoding does, 375 passes of 8 answers |" in text
+    assert "counts otherwise than decoding in 2 answers" in text
+    assert "row_id" not in text
+    assert "| Answers identical to the verifier's own | 40/40 | 40/40 |" in text
 
 
 def test_markdown_and_csv_have_the_same_figures(tmp_path):

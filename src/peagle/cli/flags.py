@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union
 import typer
 from pydantic.fields import FieldInfo
 
-from peagle.cli.help import Command
+from peagle.cli.help import NEEDED, Command
 from peagle.config import StageConfig, read_yaml
 from peagle.errors import ConfigError
 
@@ -92,6 +92,8 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
         help_text += f" (default: {'on' if default else 'off'})"
     elif default not in (None, (), [], ""):
         help_text += f" (default: {_shown(default)})"
+    elif field.is_required():
+        help_text += NEEDED
     if extra.get("positional"):
         kind = annotation if typing.get_origin(annotation) is list else annotation | None
         argument = typer.Argument(help=help_text, show_default=False)

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+NEEDED = " (needed)"
+"""How the help of a parameter without a default ends."""
 _NAMES_WIDTH = 34
 _INDENT = 2
 
@@ -20,8 +22,10 @@ class Command(TyperCommand):
         """Write usage, description and the groups of flags."""
         width = max(60, min(110, shutil.get_terminal_size((100, 24)).columns))
         arguments = [p for p in self.params if p.param_type_name == "argument"]
-        shown = " ".join(str(p.name).upper() for p in arguments)
-        formatter.write(f"Usage: {ctx.command_path} {shown}{' ' if shown else ''}[FLAGS]\n\n")
+        shown = [names(p) if _is_needed(p) or p.nargs < 0 else f"[{names(p)}]" for p in arguments]
+        shown += [f"{p.opts[0]} {p.metavar}" for p in self.params if p not in arguments and _is_needed(p)]
+        usage = " ".join(["Usage:", ctx.command_path, *shown, "[FLAGS]"])
+        formatter.write(textwrap.fill(usage, width, subsequent_indent="       ", break_on_hyphens=False) + "\n\n")
         for paragraph in (self.help or "").split("\n\n"):
             if paragraph.startswith(" "):
                 formatter.write(paragraph.rstrip() + "\n\n")
@@ -40,10 +44,14 @@ class Command(TyperCommand):
                 formatter.write("\n")
 
 
+def _is_needed(parameter: Any) -> bool:
+    return (getattr(parameter, "help", "") or "").endswith(NEEDED)
+
+
 def names(parameter: Any) -> str:
     """How a parameter is typed: its names and, for a flag with a value, what it takes."""
     if parameter.param_type_name == "argument":
-        return str(parameter.name).upper()
+        return str(parameter.name).upper() + (" ..." if parameter.nargs < 0 else "")
     is_off = (getattr(parameter, "help", "") or "").endswith("(default: off)")
     shown = ", ".join(parameter.opts) + ("" if is_off else "".join(f" / {name}" for name in parameter.secondary_opts))
     takes = getattr(parameter, "metavar", None)

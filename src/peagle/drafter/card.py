@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from peagle.drafter.config import DrafterConfig
+from peagle.embedded import VERIFIER
 from peagle.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ _SHOWN = (
     *("batch_size", "gradient_accumulation_steps", "train_embeddings", "draft_vocab_size", "norm_before_residual"),
     *("norm_before_fc", "ttt_steps", "ttt_step_loss_decay", "seed"),
 )
+
+_ONLY_EAGLE3 = ("ttt_steps", "ttt_step_loss_decay")
+_ONLY_PEAGLE = ("num_depths", "depth_loss_decay", "down_sample_ratio", "down_sample_ratio_min")
 
 
 def write_card(
@@ -110,7 +114,9 @@ def card(
 
 
 def public_name(verifier: str) -> str:
-    """A hub id as it is; of a folder only its name."""
+    """A hub id as it is; the embedded verifier by the name that commands take; of another folder only its name."""
+    if Path(verifier) == VERIFIER:
+        return "embedded:verifier"
     return verifier if is_hub_id(verifier) else PurePath(verifier).name
 
 
@@ -133,7 +139,12 @@ def _about(config: DrafterConfig, verifier: str, kind: str) -> str:
 
 
 def _placeholder(config: DrafterConfig) -> str:
-    return "OWNER/" + public_name(config.verifier).split("/")[-1] + "-" + KINDS[config.speculators_model_type]
+    return (
+        "OWNER/"
+        + public_name(config.verifier).replace(":", "-").split("/")[-1]
+        + "-"
+        + KINDS[config.speculators_model_type]
+    )
 
 
 def _metadata(config: DrafterConfig, license_name: str | None) -> str:
@@ -169,7 +180,8 @@ def _acceptance(evaluation: Mapping[str, Any] | None) -> list[str]:
 def _training(run: Mapping[str, Any]) -> list[str]:
     settings = run.get("settings") or {}
     versions = run.get("versions") or {}
-    rows = [(name, settings[name]) for name in _SHOWN if settings.get(name) is not None]
+    other = _ONLY_PEAGLE if settings.get("speculator_type") == "eagle3" else _ONLY_EAGLE3
+    rows = [(name, settings[name]) for name in _SHOWN if settings.get(name) is not None and name not in other]
     counts = {key: value for key, value in run.items() if key.startswith("num_") and isinstance(value, (int, float))}
     rows += list(counts.items())
     rows += [(name, versions[name]) for name in ("peagle", "commit", "torch", "transformers") if name in versions]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
+from markupsafe import Markup, escape
 
 from peagle.evaluate.charts import NUM_COLOURS
 
@@ -78,14 +80,16 @@ class Page:
 
 
 def environment() -> Environment:
-    """Templates of this room; HTML is escaped, Markdown is not."""
-    return Environment(
+    """Templates of this room; HTML is escaped, Markdown is not. `code` sets what stands between backticks as code."""
+    found = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(("html", "html.j2")),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    found.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    return found
 
 
 def html(page: Page) -> str:

@@ -83,6 +83,13 @@ def side_by_side(records: Sequence[Record]) -> Section | None:
     ratios = [speedup(record.evaluation.get("speed") or {}) for record in records]
     if any(gain is not None for gain in ratios):
         lines.append(_compared("Speed-up over plain decoding", ratios, 2, True))
+    checked = [record.evaluation.get("lossless") or {} for record in records]
+    if any(one.get("checked") for one in checked):
+        shares = [
+            f"{_count(o.get('identical'), o['checked'])}/{o['checked']}" if o.get("checked") else MISSING
+            for o in checked
+        ]
+        lines.append(Line(("Answers identical to the verifier's own", *shares), True))
     head = ("acceptance length", *(record.name for record in records))
     series = [_position_series(record.evaluation["pooled"], record.name, i) for i, record in enumerate(records)]
     return Section(
@@ -173,11 +180,17 @@ def contexts(records: Sequence[Record]) -> Section | None:
 
 def training(records: Sequence[Record]) -> Section | None:
     """Loss, accuracy per depth and expected acceptance length over the training."""
-    charts = []
+    runs: list[tuple[Sequence[Any], list[str]]] = []
     for record in records:
-        suffix = f": {record.name}" if len(records) > 1 else ""
-        for curve in training_curves(record.metrics):
-            charts.append(_curve_chart(curve, suffix))
+        known = next((names for metrics, names in runs if metrics == record.metrics), None)
+        if known is not None:
+            known.append(record.name)  # one training, measured twice
+        elif record.metrics:
+            runs.append((record.metrics, [record.name]))
+    charts = []
+    for metrics, names in runs:
+        for curve in training_curves(metrics):
+            charts.append(_curve_chart(curve, f": {', '.join(names)}" if len(runs) > 1 else ""))
     found = tuple(chart for chart in charts if chart.svg)
     return Section("Training", charts=found) if found else None
 
@@ -188,7 +201,7 @@ def what_was_run(records: Sequence[Record]) -> Section | None:
     for record in records:
         rows = [
             Line((f"{stage}: {key}", _told(value)))
-            for stage, manifest in (*record.manifests, ("evaluation", _facts_of(record.evaluation)))
+            for stage, manifest in (*record.manifests, ("evaluation", _facts_of(record)))
             for key, value in manifest.items()
             if key != "stage" and value not in (None, {}, [], "")
         ]
@@ -197,9 +210,27 @@ def what_was_run(records: Sequence[Record]) -> Section | None:
     return Section("What was run", tables=tuple(grids)) if grids else None
 
 
-def _facts_of(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """What an evaluation says about how it was made, figures left out."""
-    return {key: evaluation[key] for key in FACTS if key in evaluation}
+def _facts_of(record: Record) -> dict[str, Any]:
+    """What an evaluation says about how it was made; neither figures nor versions that a manifest has told."""
+    found = {key: record.evaluation[key] for key in FACTS if key in record.evaluation}
+    if any(manifest.get("versions") == found.get("versions") for _, manifest in record.manifests):
+        found.pop("versions", None)
+    replay = found.get("replay") or {}
+    if "replay" in found:
+        found["replay"] = None if replay.get("equal") is None else _replayed(replay)
+    if "verifier" in found:
+        found["verifier"] = public_name(str(found["verifier"]))
+    return found
+
+
+def _replayed(replay: dict[str, Any]) -> str:
+    """Whether replay and decoding counted alike, in words."""
+    over = f"{number(replay.get('passes'), 0)} passes of {number(replay.get('answers'), 0)} answers"
+    if not replay["equal"]:
+        apart = len(replay.get("differences") or ())
+        return f"counts otherwise than decoding in {apart} answers (gaps in evaluation.json), {over}"
+    ties = f", {replay['excused']} ties excused" if replay.get("excused") else ""
+    return f"counts as decoding does, {over}{ties}"
 
 
 def _group(record: Record, name: str) -> dict[str, Any]:
