@@ -39,7 +39,15 @@ def losses(save_path: Path) -> list[float]:
 def online(verifier: Path, work: Path) -> Iterator[Online]:
     """One server: extraction, then a run in each mode, one whose server is killed, and EAGLE-3."""
     servers = Servers(verifier, work)
-    servers.start()
+    try:
+        servers.start()
+        yield the_runs(servers, verifier, work)
+    finally:
+        servers.stop()
+
+
+def the_runs(servers: Servers, verifier: Path, work: Path) -> Online:
+    """The commands."""
     data = questions(embedded.TRAIN_QUESTIONS, NUM_QUESTIONS, work / "online.jsonl")
     must("regenerate", "--model", verifier, "--data", data, "--output", work / "online_answers.jsonl",
          "--max-new-tokens", NEW_TOKENS, "--dtype", "float32")  # fmt: skip
@@ -70,8 +78,7 @@ def online(verifier: Path, work: Path) -> Iterator[Online]:
     found["resumed"] = losses(work / "killed")
     said["eagle3"] = must(*plain, *served, "--hidden-states", "online", "--save-path", work / "eagle3",
                           "--speculator-type", "eagle3", "--ttt-steps", STEPS)  # fmt: skip
-    yield Online(work, found, said, running.returncode)
-    servers.stop()
+    return Online(work, found, said, running.returncode)
 
 
 def test_offline_online_and_hybrid_give_the_same_losses(online: Online) -> None:
