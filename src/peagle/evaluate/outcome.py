@@ -160,6 +160,8 @@ class Outcome:
             "answers": self.agreement.num_answers,
             "passes": self.agreement.num_passes,
             "excused": sum(one.is_tie for one in found),
+            "differing": len(found),
+            "is_within_rounding": self.agreement.is_within_rounding,
             "differences": [
                 {
                     "row_id": one.row_id,

@@ -227,8 +227,9 @@ def _replayed(replay: dict[str, Any]) -> str:
     """Whether replay and decoding counted alike, in words."""
     over = f"{number(replay.get('passes'), 0)} passes of {number(replay.get('answers'), 0)} answers"
     if not replay["equal"]:
-        apart = len(replay.get("differences") or ())
-        return f"counts otherwise than decoding in {apart} answers (gaps in evaluation.json), {over}"
+        apart = replay.get("differing", len(replay.get("differences") or ()))
+        how = "as decoding does but for rounding" if replay.get("is_within_rounding") else "otherwise than decoding"
+        return f"counts {how} in {apart} answers (gaps in evaluation.json), {over}"
     ties = f", {replay['excused']} ties excused" if replay.get("excused") else ""
     return f"counts as decoding does, {over}{ties}"
 
