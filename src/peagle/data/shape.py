@@ -94,7 +94,9 @@ class Shape:
             for call in message.get("tool_calls", ()):
                 name = call["function"]["name"]
                 if name not in rendered:
-                    raise UnusableRow("template drops tool turns", f"the call of {name!r} is not in its rendering")
+                    raise UnusableRow(
+                        "template drops tool turns", f"it prints no call of {name!r}; give --chat-template"
+                    )
             if message["role"] == "tool" and not self.keeps_results:
                 raise UnusableRow("template drops tool turns", "it prints no tool results; give --chat-template")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from peagle import log
 from peagle.evaluate import table
@@ -64,11 +65,12 @@ class Outcome:
     def show(self, title: str, console: Console) -> None:
         """Print the warnings, the table, and the other figures."""
         for note in self.notes:
-            console.print(f"[yellow]note:[/yellow] {note}", highlight=False)
+            whole = not console.is_terminal
+            console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=whole)
         if self.datasets:
             console.print(table.terminal({name: dataset.total for name, dataset in self.datasets.items()}, title))
         for line in self.lines():
-            console.print(line, highlight=False)
+            console.print(escape(line), highlight=False, soft_wrap=not console.is_terminal)
 
     def lines(self) -> list[str]:
         """Losslessness, replay and speed, a sentence each."""

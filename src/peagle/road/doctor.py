@@ -76,7 +76,10 @@ def doctor(config: DoctorConfig) -> int:
     for finding in examine(config):
         findings.append(finding)
         if not config.json_output:
-            out.print(line(finding))
+            if out.is_terminal:
+                out.print(line(finding))
+            else:  # whole lines, for grep
+                print(f"{finding.state if finding.state != 'fail' else 'FAIL':<4} {finding.what:<13} {finding.message}")
     if config.json_output:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     return int(any(finding.state == "fail" for finding in findings))

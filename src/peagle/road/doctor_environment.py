@@ -63,7 +63,8 @@ def _device() -> Finding:
             names.append(f"{torch.cuda.get_device_name(index)} ({free / 1e9:.0f} of {total / 1e9:.0f} GB free)")
         return Finding("device", "ok", ", ".join(names))
     threads = torch.get_num_threads()
-    return Finding("device", "ok", f"CPU, {threads} threads; fine for small verifiers, an 8B one wants a GPU")
+    told = "1 thread" if threads == 1 else f"{threads} threads"
+    return Finding("device", "ok", f"CPU, {told}; fine for small verifiers, an 8B one wants a GPU")
 
 
 def _memory() -> Finding:
