@@ -49,3 +49,8 @@ def test_the_verifier_folder_is_small_and_complete():
     files = {path.name for path in embedded.VERIFIER.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
     assert (embedded.VERIFIER / "model.safetensors").stat().st_size <= 12 * 1024**2
+
+
+def test_a_shipped_path_is_told_by_the_name_that_commands_take():
+    assert embedded.told(str(embedded.NAMES["embedded:verifier"])) == "embedded:verifier"
+    assert embedded.told("/models/qwen") == "/models/qwen"

@@ -14,6 +14,7 @@ from peagle.data.config import InspectConfig
 from peagle.data.model import load_tokenizer
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.rows import TokenRow
+from peagle.embedded import told
 from peagle.errors import DataError
 
 PROMPT, SUPERVISED, TAIL = "prompt", "supervised", "tail"
@@ -46,7 +47,7 @@ def _header(prepared: Prepared) -> str:
     summary = prepared.summary
     share = 100 * summary["supervised_tokens"] / summary["tokens"]
     lines = [
-        f"{prepared.folder}: {summary['rows']} rows of {summary['kept']} conversations for {summary['model']}",
+        f"{prepared.folder}: {summary['rows']} rows of {summary['kept']} conversations for {told(summary['model'])}",
         f"{summary['tokens']} tokens, {share:.1f} % supervised; read {summary['read']}, "
         f"dropped {sum(summary['dropped'].values())}, cut {summary['rows_cut']} at {summary['seq_length']}",
     ]

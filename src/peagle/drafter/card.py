@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from peagle.drafter.config import DrafterConfig
-from peagle.embedded import VERIFIER
+from peagle.embedded import NAMES, told
 from peagle.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ def card(
 
 def public_name(verifier: str) -> str:
     """A hub id as it is; the embedded verifier by the name that commands take; of another folder only its name."""
-    if Path(verifier) == VERIFIER:
-        return "embedded:verifier"
+    if told(verifier) in NAMES:
+        return told(verifier)
     return verifier if is_hub_id(verifier) else PurePath(verifier).name
 
 

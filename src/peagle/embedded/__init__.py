@@ -17,7 +17,7 @@ TRAIN_QUESTIONS = ROOT / "questions" / "train.jsonl"
 TEST_QUESTIONS = ROOT / "questions" / "test.jsonl"
 NAMES = {"embedded:verifier": VERIFIER, "embedded:train": TRAIN_QUESTIONS, "embedded:test": TEST_QUESTIONS}
 
-__all__ = ["NAMES", "ROOT", "TEST_QUESTIONS", "TRAIN_QUESTIONS", "VERIFIER", "resolve"]
+__all__ = ["NAMES", "ROOT", "TEST_QUESTIONS", "TRAIN_QUESTIONS", "VERIFIER", "resolve", "told"]
 
 
 def resolve(value: Any) -> Any:
@@ -36,3 +36,8 @@ def resolve(value: Any) -> Any:
     if name not in NAMES:
         raise ConfigError(f"{name}: nothing of that name is shipped; there are {', '.join(NAMES)}")
     return label + sign + str(NAMES[name])
+
+
+def told(path: str | Path) -> str:
+    """A path as people typed it: of what is shipped its name above, else the path."""
+    return next((name for name, shipped in NAMES.items() if Path(path) == shipped), str(path))

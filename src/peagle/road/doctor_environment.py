@@ -27,7 +27,7 @@ def environment(output: Path) -> Iterator[Finding]:
     yield _device()
     yield _memory()
     free = free_bytes(output)
-    yield Finding("disk", "warn" if free < _LITTLE_DISK else "ok", f"{free / 1e9:.1f} GB free for {output}")
+    yield Finding("disk", "warn" if free < _LITTLE_DISK else "ok", f"{free / 1e9:.1f} GB free at {output}/")
 
 
 def _package(name: str, least: tuple[int, int]) -> Finding:
