@@ -77,6 +77,13 @@ def test_every_command_in_the_docs_parses(page, command, tmp_path, monkeypatch):
     parse(peagle_arguments(command))
 
 
+@pytest.mark.parametrize("page", [p for p in WRITTEN if "docs" in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_command_of_the_site_is_read_whole(page):
+    """A block of the site has room for 82 columns; what is longer runs out of it. A remark behind a command may."""
+    lines = [line for block in blocks(page.read_text(encoding="utf-8"), "bash") for line in block.splitlines()]
+    assert not [line for line in lines if len(line.split("  #")[0].rstrip()) > 82]
+
+
 def test_every_make_target_in_the_docs_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     named = {c.split()[1] for page in WRITTEN for c in commands(page) if c.startswith("make ")}
