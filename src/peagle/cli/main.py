@@ -11,10 +11,11 @@ import typer
 import peagle
 from peagle.cli.flags import add_command, many_valued, split_extra, spread
 from peagle.errors import DiskError, PeagleError
-from peagle.files import is_disk_full
+from peagle.files import os_error_line
 
 # Typer may bring its own copy of click (seen in 0.29), whose exceptions are other classes than click's.
 _Abort, _Exit = typer.Abort, typer.Exit
+_INTERRUPTED = 130
 _ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 # subcommand -> (module with `CONFIG` and `run`, help panel). A module is imported only when its command is asked for,
@@ -87,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     except PeagleError as error:
         return _fail(str(error))
     except _Exit as error:
+        if error.exit_code == _INTERRUPTED:  # how typer passes Ctrl-C on
+            return _interrupted()
         return int(error.exit_code)
     except _ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -95,14 +98,19 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f" (see `peagle {asked} --help`)" if asked in COMMANDS else " (see `peagle --help`)"
         return _fail(error.format_message() + hint)
     except (KeyboardInterrupt, _Abort):
-        print("peagle: interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
+        return _interrupted()
     except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough
         return 0
     except OSError as error:
-        if is_disk_full(error):
-            return _fail(str(DiskError("no space left on the disk; free some and run the same command again")))
-        raise
+        line = os_error_line(error)
+        if line is None:
+            raise
+        return _fail(str(DiskError(line)))
+
+
+def _interrupted() -> int:
+    print("peagle: interrupted; run the same command again to go on", file=sys.stderr)
+    return _INTERRUPTED
 
 
 def _fail(message: str) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 from peagle.train.config import TrainConfig
 
 CONFIG = TrainConfig
@@ -19,4 +17,4 @@ def run(config: TrainConfig) -> int:
     from peagle.train.run import train
 
     result = train(config)
-    return 130 if result.signal_number == signal.SIGINT else 0
+    return 0 if result.signal_number is None else 128 + result.signal_number  # as shells count: not done yet

@@ -59,10 +59,14 @@ def take_lock(folder: Path) -> int:
 
 
 def run_process(command: Sequence[str], lock: int) -> int:
-    """Run a command to its end, pass SIGTERM on to it, and leave Ctrl-C to it; its exit status (negative: a signal)."""
+    """Run a command to its end, pass SIGTERM on to it, and leave Ctrl-C to it.
+
+    Returns:
+        Its exit status (negative: a signal). Never 0 after a SIGTERM: who asked to stop does not want the next command.
+    """
     process = subprocess.Popen(command, pass_fds=(lock,), preexec_fn=_end_with_parent())
-    with _signals_to(process):
-        return process.wait()
+    with _signals_to(process) as has_stopped:
+        return process.wait() or (-signal.SIGTERM if has_stopped else 0)
 
 
 class Server:
@@ -127,12 +131,22 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 
 @contextmanager
-def _signals_to(process: subprocess.Popen) -> Iterator[None]:
-    """Hand SIGTERM on to a child. Ctrl-C reaches it from the terminal, so here it is only not died of."""
-    old_term = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+def _signals_to(process: subprocess.Popen) -> Iterator[list[int]]:
+    """Hand SIGTERM on to a child. Ctrl-C reaches it from the terminal, so here it is only not died of.
+
+    Yields:
+        The signals that were handed on so far.
+    """
+    handed: list[int] = []
+
+    def hand_on(number: int, frame: object) -> None:
+        handed.append(number)
+        process.send_signal(number)
+
+    old_term = signal.signal(signal.SIGTERM, hand_on)
     old_int = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        yield
+        yield handed
     finally:
         signal.signal(signal.SIGTERM, old_term)
         signal.signal(signal.SIGINT, old_int)
