@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -12,10 +13,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from peagle.errors import DiskError
+from peagle.errors import DiskError, PeagleError
 
+# What a path that a user gave can meet, and what to do about it. Other errors are ours, and keep their traceback.
+_REFUSALS = {
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOTDIR: "a file stands where a folder is needed; choose another place, or move the file",
+    errno.EEXIST: "a file stands where a folder is needed; choose another place, or move the file",
+    errno.EISDIR: "a folder stands where a file is needed; choose another place, or move the folder",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOENT: "it is gone, or cannot be made there; choose another place, or run the same command again",
+    errno.EIO: "the disk reports a fault; check it, and run the same command again",
+    errno.ESTALE: "the network disk lost it; run the same command again",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`), and run the same command again",
+}
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
@@ -80,6 +95,17 @@ def is_disk_full(error: BaseException) -> bool:
     return "No space left" in str(error) or "os error 28" in str(error)
 
 
+def os_error_line(error: OSError) -> str | None:
+    """One line for what the file system refuses (full, read-only, no right, a file in the way); None for the rest."""
+    where = f"{error.filename}: " if isinstance(error.filename, str) and error.filename else ""
+    if is_disk_full(error):
+        return f"{where}no space left on the disk; free some and run the same command again"
+    advice = _REFUSALS.get(error.errno or 0)
+    if advice is None or not where:
+        return None
+    return f"{where}{(error.strerror or type(error).__name__).lower()}; {advice}"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write indented JSON whole; NaN and infinity are refused (they are not JSON)."""
     with whole_file(path) as temporary:
@@ -101,6 +127,28 @@ def sha256_ids(ids: list[int]) -> str:
     if sys.byteorder == "big":
         packed.byteswap()
     return hashlib.sha256(packed.tobytes()).hexdigest()
+
+
+def lock_file(path: Path, doing: str) -> BinaryIO:
+    """Hold `path` until the handle is closed or this process ends; its children do not hold it after it.
+
+    Args:
+        path: the lock; its folder is made.
+        doing: what the other process does, for the message: "preparing into OUTPUT".
+
+    Raises:
+        PeagleError: another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = open(path, "wb")  # noqa: SIM115 (held by the caller)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            handle.close()
+            raise PeagleError(f"another process is {doing}; wait for it, or choose another --output") from None
+        # a network disk without locks: nothing keeps a second process away
+    return handle
 
 
 def free_bytes(path: Path) -> int:

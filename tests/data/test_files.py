@@ -89,6 +89,7 @@ def test_parquet_gives_rows_without_the_nulls_of_other_rows(tmp_path):
         ("d.csv", b"a,b", "unknown kind of file"),
         ("d.json", b"\xff[]", "not UTF-8"),
         ("d.jsonl.gz", b"not gzip", "cannot be read"),
+        ("d.jsonl.gz", gzip.compress(b"{}\n" * 99)[:10] + b"\xff" * 20, "cannot be read"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, name, content, message):

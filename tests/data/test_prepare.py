@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import random
+import subprocess
+import sys
 
 import datasets
 import pytest
@@ -343,6 +345,62 @@ def test_a_full_disk_leaves_the_old_rows_and_no_half(chatml, tmp_path, capsys, m
     assert "no space left" in capsys.readouterr().err
     assert rows_of(out) == before
     assert not list(out.glob(".*"))
+
+
+def test_a_really_full_disk_leaves_no_work_folder(chatml, tmp_path, capsys, monkeypatch):
+    data = write_lines(tmp_path / "d.jsonl", many(20, 1))
+
+    def full(writer):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("peagle.data.writer.RowsWriter._close", full)
+    assert prepare(chatml, data, tmp_path / "out") == 2
+    assert "no space left" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_rows_that_were_prepared_outlive_a_preparation_that_keeps_nothing(chatml, tmp_path):
+    out = tmp_path / "out"
+    assert prepare(chatml, write_lines(tmp_path / "d.jsonl", many(20, 1)), out) == 0
+    before = rows_of(out)
+    nothing = write_lines(tmp_path / "n.jsonl", [{"prompt": "only"}])
+    assert prepare(chatml, nothing, out, "--overwrite") == 2
+    assert rows_of(out) == before
+
+
+def test_two_preparations_into_one_folder_at_once_are_refused(chatml, tmp_path, capsys):
+    data = write_lines(tmp_path / "d.jsonl", many(20, 1))
+    code = "import sys; from pathlib import Path; from peagle.files import lock_file; "
+    code += (
+        f"lock = lock_file(Path({str(tmp_path / 'out' / '.prepare.lock')!r}), ''); print('held', flush=True); input()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    assert prepare(chatml, data, tmp_path / "out") == 2
+    assert "another process is preparing into" in capsys.readouterr().err
+    holder.communicate(b"\n")
+    assert prepare(chatml, data, tmp_path / "out") == 0
+
+
+def test_somebody_elses_data_set_is_not_replaced_unasked(chatml, tmp_path, capsys):
+    out = tmp_path / "out"
+    datasets.Dataset.from_list([{"precious": 1}]).save_to_disk(str(out))
+    data = write_lines(tmp_path / "d.jsonl", many(20, 1))
+    assert prepare(chatml, data, out) == 2
+    assert "did not make would be replaced" in capsys.readouterr().err
+    assert datasets.load_from_disk(str(out))[0] == {"precious": 1}
+    assert prepare(chatml, data, out, "--overwrite") == 0
+
+
+def test_a_place_that_cannot_be_written_is_one_line(chatml, tmp_path, capsys):
+    data = write_lines(tmp_path / "d.jsonl", many(20, 1))
+    (tmp_path / "file").write_text("precious")
+    for place in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("n" * 300)):
+        assert prepare(chatml, data, place) == 2
+        shown = capsys.readouterr().err.strip().splitlines()[-1]
+        assert shown.startswith("peagle: error: ")
+        assert str(place)[:40] in shown
+    assert (tmp_path / "file").read_text() == "precious"
 
 
 def test_a_killed_move_never_passes_for_prepared_rows(chatml, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import random
 from pathlib import Path
 
@@ -87,11 +89,28 @@ def test_a_folder_written_by_datasets_is_read(tmp_path):
         ("./nothing", "no such file"),
         ("sharegtp", "known names are .*sharegpt"),
         ("speculator-benchmarks:poems", "no part 'poems'"),
+        ("", "names nothing"),
+        ("mine=", "names nothing"),
     ],
 )
 def test_what_cannot_be_found_is_said_in_one_line(spec, message):
     with pytest.raises(DataError, match=message):
         read(spec)
+
+
+def test_what_a_folder_holds_besides_data_is_named(tmp_path, caplog):
+    write_lines(tmp_path / "a.jsonl", [chat("a", "b")])
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "more").mkdir()
+    with caplog.at_level(logging.INFO, logger="peagle"):
+        assert len(read(tmp_path)) == 1
+    assert "read 1 files, passed over 2 others: more, notes.txt" in caplog.text
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "d.jsonl")
+    with pytest.raises(DataError, match="not a regular file"):
+        read(tmp_path / "d.jsonl")
 
 
 def test_an_empty_folder_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def read_file(path: Path) -> Iterator[Numbered]:
         else:
             with _open(path) as handle:
                 yield from _lines(handle)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
@@ -84,7 +85,9 @@ def _read_json(path: Path) -> Iterator[Numbered]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8: byte {error.start} is {raw[error.start]:#x}") from None
+        raise DataError(
+            f"{path}: not UTF-8: byte {error.start} is {raw[error.start]:#x}; save the file as UTF-8"
+        ) from None
     start = len(text) - len(text.lstrip())
     if start == len(text):
         raise DataError(f"{path}: the file is empty")

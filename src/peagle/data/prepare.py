@@ -22,7 +22,7 @@ from peagle.data.template import ChatTemplate, template_text
 from peagle.data.text_rows import TextMarks, marks_of_pattern, marks_of_template
 from peagle.data.tokenize import NO_REPLY, NO_SPAN, NO_TOKEN, Outcome, RowTokenizer
 from peagle.data.workers import ordered_map
-from peagle.data.writer import REJECTED, RowsWriter, remove_prepared
+from peagle.data.writer import REJECTED, RowsWriter, foreign_dataset
 from peagle.errors import ConfigError, DataError, TemplateError
 from peagle.files import sha256_file
 
@@ -97,7 +97,6 @@ def prepare(config: PrepareConfig) -> int:
                 meter.advance(1)
         _report(counts)
         if writer.num_rows == 0:
-            remove_prepared(config.output)
             writer.finish_empty()
             raise DataError(_why_nothing(config, counts, marks, tokenizer))
         summary = _summary(config, counts, writer, made_from)
@@ -188,10 +187,18 @@ def _is_done(config: PrepareConfig, made_from: dict[str, Any]) -> bool:
     """Whether the folder holds this very preparation.
 
     Raises:
-        DataError: it holds another one, and --overwrite was not given.
+        DataError: it holds another one, or somebody else's data set, and --overwrite was not given.
     """
+    if config.overwrite:
+        return False
     summary = read_summary(config.output)
-    if summary is None or config.overwrite:
+    if summary is None:
+        theirs = foreign_dataset(config.output)
+        if theirs is not None:
+            raise DataError(
+                f"{theirs}: a data set that `peagle prepare` did not make would be replaced. Give another --output, or "
+                "--overwrite to replace it."
+            )
         return False
     found = summary.get("made_from")
     if found == made_from:

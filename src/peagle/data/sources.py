@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from peagle.data.ready import ready_fields
 from peagle.data.turns import clean, shown
 from peagle.errors import DataError
 
+logger = logging.getLogger(__name__)
+_SHOWN = 5
 Mode = Literal["chat", "text"]
 Row = Conversation | TextRow | ReadyRow
 SPLIT_NAMES = ("train", "test", "validation", "valid", "dev", "data")
@@ -84,9 +87,13 @@ def parts_of(spec: str) -> list[Part]:
     if not path.exists() and "=" in spec:
         name, _, rest = spec.partition("=")
         spec, path = rest, Path(rest)
+    if not spec.strip():
+        raise DataError("--data names nothing; expected a file, a folder or a data set")
     if path.is_dir():
         return _folder_parts(path, name)
     if path.exists():
+        if not path.is_file():  # a pipe would be empty after its first reading, and data are read twice
+            raise DataError(f"--data {path}: not a regular file; write the data into one")
         return [_file_part(path, name)]
     if spec.lower().endswith(SUFFIXES) or spec.startswith((".", "/", "~")):
         raise DataError(f"--data {spec}: no such file")
@@ -117,9 +124,15 @@ def _folder_parts(path: Path, name: str | None) -> list[Part]:
                 f"--data {path}: has the splits {', '.join(table)}; name one, as {path}/{next(iter(table))}"
             )
         return [Part(name or path.name, str(path), lambda: rows_of(table), None)]
-    files = sorted(file for file in path.iterdir() if file.is_file() and is_data_file(file))
+    inside = sorted(file for file in path.iterdir() if not file.name.startswith("."))
+    files = [file for file in inside if file.is_file() and is_data_file(file)]
     if not files:
         raise DataError(f"--data {path}: the folder has no {', '.join(SUFFIXES)} file")
+    passed = [file.name for file in inside if file not in files]
+    if passed:
+        more = ", ..." if len(passed) > _SHOWN else ""
+        logger.info("--data %s: read %d files, passed over %d others: %s%s", path, len(files), len(passed),
+                    ", ".join(passed[:_SHOWN]), more)  # fmt: skip
     return [_file_part(file, name) for file in files]
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from peagle.data.conversation import Rejected
 from peagle.data.rows import TokenRow
-from peagle.files import whole_file, write_json
+from peagle.files import lock_file, whole_file, write_json
 
 SUMMARY, REJECTED, REPAIRED = "summary.json", "rejected.jsonl", "repaired.jsonl"
+WORK = ".prepare.tmp"
 FREQUENCIES = "token_frequencies.safetensors"
 _OWN = ("data-*.arrow", "state.json", "dataset_info.json", FREQUENCIES, REJECTED, REPAIRED, SUMMARY)
 _BATCH_ROWS = 256
@@ -29,11 +30,13 @@ class RowsWriter:
         import numpy as np
         import pyarrow as pa
 
-        self.output, self.work = output, output / ".prepare.tmp"
+        self.output, self.work = output, output / WORK
         self.frequencies = np.zeros(vocab_size, dtype=np.int64)
         self.num_rows = self.num_tokens = self.num_supervised = 0
         self.sources: dict[str, int] = {}
         self._digest = hashlib.sha256()
+        self._lock_path = output / ".prepare.lock"
+        self._lock = lock_file(self._lock_path, f"preparing into {output}")
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
         features = datasets.Features(
@@ -58,8 +61,15 @@ class RowsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
-        shutil.rmtree(self.work, ignore_errors=True)
+        try:
+            self._close()
+        except OSError:  # a full disk refuses the last bytes too; the error that brought us here is the one to tell
+            if error is None:
+                raise
+        finally:
+            shutil.rmtree(self.work, ignore_errors=True)
+            self._lock_path.unlink(missing_ok=True)
+            self._lock.close()
 
     def add(self, row: TokenRow) -> None:
         """Append one row."""
@@ -104,11 +114,12 @@ class RowsWriter:
         with _quiet_progress():
             table = datasets.Dataset.from_file(str(self.work / "rows.arrow"))
             table.save_to_disk(str(done))
-        save_file({"frequencies": self.frequencies}, str(done / FREQUENCIES))
+        with whole_file(done / FREQUENCIES) as temporary:
+            save_file({"frequencies": self.frequencies}, str(temporary))
         for name in (REJECTED, REPAIRED):
             (self.work / name).rename(done / name)
         remove_prepared(self.output)
-        for path in sorted(done.iterdir()):
+        for path in sorted(done.iterdir(), key=lambda path: (path.name != FREQUENCIES, path.name)):
             path.rename(self.output / path.name)
         write_json(self.output / SUMMARY, summary)
 
@@ -141,6 +152,16 @@ def remove_prepared(folder: Path) -> None:
     for pattern in _OWN:
         for path in folder.glob(pattern):
             path.unlink()
+
+
+def foreign_dataset(folder: Path) -> Path | None:
+    """A file of somebody else's Arrow dataset that preparing into `folder` would replace, if there is one.
+
+    Ours has the token frequencies (they arrive first and go last) or, after a kill, the work folder beside it.
+    """
+    if any((folder / name).exists() for name in (SUMMARY, FREQUENCIES, WORK)):
+        return None
+    return next((path for pattern in _OWN[:3] for path in sorted(folder.glob(pattern))), None)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from peagle.data.conversation import Conversation
 from peagle.errors import DataError, DiskError
-from peagle.files import is_disk_full, whole_file, write_json
+from peagle.files import is_disk_full, lock_file, whole_file, write_json
 from peagle.verifier.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class AnswerFile:
     def __init__(self, path: Path, settings: dict[str, Any], overwrite: bool) -> None:
         self.path, self.side = path, path.with_suffix(".run")
         self.records: dict[str, dict[str, Any]] = {}
+        self._lock = lock_file(self.side / ".lock", f"writing answers to {path}")
         if path.exists() and self._is_other(settings, overwrite):
             path.unlink()
         if path.exists():
@@ -101,6 +102,7 @@ class AnswerFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._handle.close()
+        self._lock.close()
 
     def _is_other(self, settings: dict[str, Any], overwrite: bool) -> bool:
         """Whether the file is to be made anew."""
