@@ -321,3 +321,61 @@ def test_a_slow_verifiers_rows_are_written_before_a_shard_is_full(tmp_path, monk
         writer.add(ROWS[0])
         writer.add(ROWS[1])
         assert len(index_paths(tmp_path)) >= 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows.reverse(),
+        lambda rows: rows[0].update(num_tokens=10**9),
+        lambda rows: rows[0].update(num_tokens="9"),
+        lambda rows: rows[0].update(row_id=["a"]),
+        lambda rows: rows[0].update(more=1),
+    ],
+)
+def test_a_changed_index_is_found_and_its_rows_are_made_again(store, change, caplog):
+    path = index_paths(store)[1]
+    index = json.loads(path.read_text())
+    change(index["rows"])
+    path.write_text(json.dumps(index))
+    with pytest.raises(StoreError, match="peagle extract"):
+        assert_same(StoreReader.open(store), ROWS)
+    assert_same(write(store, ROWS), ROWS)
+    assert "are made again" in caplog.text
+
+
+def test_a_row_that_its_index_forgot_is_made_again(store):
+    path = index_paths(store)[1]
+    index = json.loads(path.read_text())
+    index["rows"].pop()
+    path.write_text(json.dumps(index))
+    assert len(StoreReader.open(store)) == len(ROWS) - 1
+    assert_same(write(store, ROWS), ROWS)
+
+
+def test_shards_without_a_spec_are_not_taken_over(store):
+    (store / "store.json").unlink()
+    with pytest.raises(StoreError, match=r"shards without store\.json"):
+        StoreWriter.open(store, SPEC, SMALL)
+    assert index_paths(store)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size", "x"), ("aux_layer_ids", ["a", "b"]), ("aux_layer_ids", "245"), ("dtype", "zorg"), ("more", 1)],
+)
+def test_a_spec_that_no_writer_wrote_is_damaged(store, field, value):
+    found = json.loads((store / "store.json").read_text())
+    found["spec"][field] = value
+    (store / "store.json").write_text(json.dumps(found))
+    with pytest.raises(StoreError, match=r"store\.json: damaged"):
+        StoreReader.open(store)
+
+
+@pytest.mark.parametrize(("field", "value"), [("aux_layer_ids", [2, 4]), ("dtype", "bfloat16"), ("hidden_size", 4)])
+def test_states_of_another_store_are_refused_by_shape_and_dtype(store, field, value):
+    found = json.loads((store / "store.json").read_text())
+    found["spec"][field] = value
+    (store / "store.json").write_text(json.dumps(found))
+    with pytest.raises(StoreError, match=r"row row-0: states of shape .* store\.json asks for"):
+        StoreReader.open(store).read("row-0")

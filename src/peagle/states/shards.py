@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,6 +40,19 @@ class RowEntry:
     """Of the token ids."""
     mask_sha256: str
     """Of the loss mask and the two fields above. Both hashes say whether the row is still the one that was prepared."""
+
+    @staticmethod
+    def read(found: dict[str, Any]) -> RowEntry:
+        """An entry as an index has it.
+
+        Raises:
+            TypeError: a field is missing, unknown or of another type: the index was damaged.
+        """
+        entry = RowEntry(**found)
+        for name, kind in RowEntry.__annotations__.items():
+            if type(getattr(entry, name)).__name__ != kind:
+                raise TypeError(f"{name} is no {kind}")
+        return entry
 
     @staticmethod
     def of(row: TokenRow) -> RowEntry:
@@ -83,9 +97,29 @@ class Shard:
             size = self.path.stat().st_size
         except FileNotFoundError:
             return "is missing"
+        if not self.path.is_file():
+            return "is no file"
         if size != self.num_bytes:
             return f"has {size} bytes, expected {self.num_bytes}"
         return None if sha256_file(self.path) == self.sha256 else "has another checksum than when it was written"
+
+    def index_fault(self) -> str | None:
+        """Compare each entry of the index with the tokens and masks in the file: None, or what is wrong.
+
+        The checksum guards the file; an index that was changed is found only so.
+        """
+        try:
+            with safe_open(self.path, "pt") as handle:
+                if len(handle.keys()) != len(PARTS) * len(self.rows):
+                    return f"holds {len(handle.keys()) // len(PARTS)} rows, its index {len(self.rows)}"
+                for place, entry in enumerate(self.rows):
+                    ids, mask = (handle.get_tensor(f"{name}.{place}").tolist() for name in PARTS[:2])
+                    row = TokenRow(entry.row_id, entry.source, ids, mask, entry.next_is_supervised, entry.tail_length)
+                    if RowEntry.of(row) != entry:
+                        return f"holds other tokens for row {entry.row_id} than its index says"
+        except (SafetensorError, OSError, ValueError) as error:
+            return f"cannot be read ({error})"
+        return None
 
 
 def write_shard(folder: Path, number: int, rows: list[StoredRow]) -> Shard:
@@ -122,7 +156,7 @@ def read_index(path: Path) -> Shard:
     """
     try:
         index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        rows = tuple(RowEntry(**entry) for entry in index["rows"])
+        rows = tuple(RowEntry.read(entry) for entry in index["rows"])
         return Shard(path.with_name(index["file"]), int(index["bytes"]), str(index["sha256"]), rows)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise StoreError(f"{path}: damaged index ({type(error).__name__}); run `peagle extract` again") from None

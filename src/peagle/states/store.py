@@ -57,6 +57,20 @@ class StoreSpec:
         """`dtype` for torch."""
         return getattr(torch, self.dtype)
 
+    def check_types(self) -> None:
+        """Refuse what no writer wrote.
+
+        Raises:
+            TypeError: names the field.
+        """
+        for name in ("num_layers", "hidden_size", "vocab_size"):
+            if type(getattr(self, name)) is not int:
+                raise TypeError(f"{name} is {getattr(self, name)!r}, expected a whole number")
+        if not self.aux_layer_ids or any(type(one) is not int for one in self.aux_layer_ids):
+            raise TypeError(f"aux_layer_ids is {list(self.aux_layer_ids)}, expected whole numbers")
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise TypeError(f"dtype is {self.dtype!r}, expected bfloat16, float16 or float32")
+
     def row_bytes(self, entry: RowEntry) -> int:
         """What a row takes on disk."""
         return entry.stored_bytes(len(self.aux_layer_ids), self.hidden_size, self.torch_dtype.itemsize)
@@ -99,11 +113,14 @@ def read_spec(folder: Path) -> tuple[StoreSpec, bool]:
     except FileNotFoundError:
         raise StoreError(f"{folder}: no hidden-state store (no {_SPEC_FILE}); make one with `peagle extract`") from None
     except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: cannot be read ({type(error).__name__}); run `peagle extract` again") from None
+        raise StoreError(
+            f"{path}: cannot be read ({type(error).__name__}); remove this store, or extract into another folder"
+        ) from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise StoreError(f"{path}: not a store of format {FORMAT}; extract again into another folder")
     try:
         spec = StoreSpec(**{**found["spec"], "aux_layer_ids": tuple(found["spec"]["aux_layer_ids"])})
+        spec.check_types()
         return spec, bool(found["is_complete"])
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: damaged ({error}); extract again into another folder") from None
@@ -207,6 +224,15 @@ class StoreReader:
                 raise _damaged(shard, fault)
             self._verified.add(shard.path)
         aux, label_pos, last = self._tensors(row_id, PARTS[2:])
+        entry, width = shard.rows[self._places[row_id][1]], self.spec.hidden_size
+        shapes = (entry.num_tokens, len(self.spec.aux_layer_ids) * width), (entry.num_labels, width)
+        is_same_dtype = {aux.dtype, last.dtype} == {self.spec.torch_dtype}
+        if (tuple(aux.shape), tuple(last.shape)) != shapes or not is_same_dtype:
+            raise StoreError(
+                f"{shard.path}: row {row_id}: states of shape {list(aux.shape)} in {aux.dtype}, {_SPEC_FILE} asks for "
+                f"{list(shapes[0])} in {self.spec.torch_dtype}; one of the two is of another store: extract again into "
+                "another folder"
+            )
         if row_id not in self._finite:
             for name, states in (("aux_states", aux), ("last_states", last)):
                 if not torch.isfinite(states).all():
@@ -267,6 +293,11 @@ class StoreWriter:
         try:
             if (folder / _SPEC_FILE).exists():
                 read_spec(folder)[0].require_same(spec, folder)
+            elif index_paths(folder):
+                raise StoreError(
+                    f"{folder}: shards without {_SPEC_FILE}, which says of which verifier and layers they are; put it "
+                    "back, remove the folder, or choose another --output"
+                )
             write_spec(folder, spec, is_complete=False)
             return StoreWriter(folder, spec, shard_bytes, lock, _sound_shards(folder))
         except BaseException:
@@ -338,7 +369,7 @@ def _sound_shards(folder: Path) -> list[Shard]:
         for path in paths:
             try:
                 shard = read_index(path)
-                fault = shard.fault()
+                fault = shard.fault() or shard.index_fault()
             except StoreError:
                 shard, fault = Shard(path.with_suffix(".safetensors"), 0, "", ()), "has a damaged index"
             if fault is None:
@@ -346,6 +377,8 @@ def _sound_shards(folder: Path) -> list[Shard]:
             else:
                 logger.warning("%s %s: its rows are made again", shard.path, fault)
                 path.unlink()
+                if shard.path.is_dir():
+                    raise StoreError(f"{shard.path} {fault}; remove that folder and run the same command again")
                 shard.path.unlink(missing_ok=True)
             meter.advance(1)
     known = {shard.path for shard in sound}
