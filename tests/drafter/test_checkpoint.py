@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.drafter import find, load, save
+from peagle.drafter.checkpoint import write_into
 from peagle.errors import CheckpointError, DiskError
 from tests.train.test_step import make_drafter
 
@@ -76,6 +77,23 @@ def test_misshapen_left_over_and_cut_files_are_named(saved):
     path.write_bytes(good[: len(good) // 2])
     with pytest.raises(CheckpointError, match="damaged or cut short"):
         load(str(folder), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_checkpoint_with_nan_or_infinity_is_not_loaded(saved, value):
+    _, folder = saved
+    tensors = load_file(folder / "model.safetensors")
+    tensors["mask_hidden"].view(-1)[0] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="mask_hidden holds NaN or infinity"):
+        load(str(folder), torch.float32, CPU)
+
+
+def test_numbers_that_are_no_weights_are_not_written(saved, tmp_path):
+    drafter, _ = saved
+    tensors = {**drafter.state_dict(), "fc.weight": torch.zeros(2, 2, dtype=torch.int8)}
+    with pytest.raises(CheckpointError, match=r"fc\.weight is torch\.int8, expected floating"):
+        write_into(tmp_path, drafter.config, tensors, "float32")
 
 
 def test_nan_is_never_saved_and_the_older_checkpoint_stays(saved):

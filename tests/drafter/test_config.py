@@ -10,6 +10,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter import Drafter, DrafterConfig, config_for
+from peagle.drafter.rope import inverse_frequencies
 from peagle.errors import CheckpointError, ConfigError
 from peagle.verifier.facts import load_facts
 from tests import fakes
@@ -121,8 +122,48 @@ def test_missing_fields_are_named(qwen3):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("transformer_layer_config", None, "of another kind than Speculators writes"),
+        ("transformer_layer_config", [1], "of another kind than Speculators writes"),
+        ("speculators_config", {"proposal_methods": [], "verifier": {}}, "empty or of another kind"),
+        ("eagle_aux_hidden_state_layer_ids", 5, "of another kind"),
+        ("draft_vocab_size", "many", "valid integer"),
+    ],
+)
+def test_a_field_of_another_kind_is_one_line(qwen3, field, value, message):
+    config = drafter_for(qwen3).to_json("float32")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        DrafterConfig.from_json({**config, field: value}, "config.json")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_theta is 'x'"),
+        ({"model_type": "llama", "num_attention_heads": 7, "num_key_value_heads": 1}, "no multiple of 7 heads"),
+        ({"head_dim": 9}, "head_dim 9 is odd"),
+    ],
+)
+def test_layers_that_nothing_can_build_are_one_line(qwen3, changes, message):
+    config = drafter_for(qwen3).to_json("float32")
+    config["transformer_layer_config"].update(changes)
+    with pytest.raises(CheckpointError, match=message):
+        DrafterConfig.from_json(config, "config.json")
+
+
+def test_a_rope_that_lacks_what_its_type_needs_is_one_line(qwen3):
+    config = drafter_for(qwen3).to_json("float32")
+    config["transformer_layer_config"]["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": "x"}
+    with pytest.raises(ConfigError, match="cannot be used"):
+        inverse_frequencies(DrafterConfig.from_json(config, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 10**6}, "less than or equal to 256"),
         ({"aux_layer_ids": (5, 4, 2)}, "distinct and ascending"),
         ({"aux_layer_ids": (2, 2, 4)}, "distinct and ascending"),
         ({"mask_token_id": 10**6}, "has no row"),

@@ -89,7 +89,11 @@ def load(checkpoint: str, dtype: torch.dtype, device: torch.device) -> Drafter:
 
 
 def load_weights(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> None:
-    """Copy `tensors` into the drafter, strictly; `where` names their origin in messages."""
+    """Copy `tensors` into the drafter, strictly; `where` names their origin in messages.
+
+    Raises:
+        CheckpointError: what is missing, left over, misshapen, of another kind of number, or not finite.
+    """
     wanted = drafter.state_dict()
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
@@ -103,6 +107,8 @@ def load_weights(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> No
             )
         if tensor.dtype.is_floating_point != wanted[name].dtype.is_floating_point:
             raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected {wanted[name].dtype}")
+        if tensor.dtype.is_floating_point and not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{where}: {name} holds NaN or infinity; go back to an earlier checkpoint")
     drafter.load_state_dict(tensors)
 
 
@@ -130,7 +136,9 @@ def write_into(folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], 
         if tensor.dtype.is_floating_point:
             tensor = tensor.to(DTYPES[dtype])
             if not torch.isfinite(tensor).all():
-                raise CheckpointError(f"{name} holds NaN or infinity; nothing was written to {folder}")
+                raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
+        elif name not in ("d2t", "t2d"):
+            raise CheckpointError(f"{name} is {tensor.dtype}, expected floating numbers; nothing was written")
         cast[name] = tensor.contiguous()
     save_file(cast, folder / WEIGHTS, metadata={"format": "pt"})
     write_json(folder / CONFIG, config.to_json(dtype))

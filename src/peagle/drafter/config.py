@@ -17,6 +17,8 @@ LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # trainer that packs documents cannot imitate.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 NUM_AUX_LAYERS_OF_VLLM = 3
+MAX_LAYERS = 256
+"""More than any drafter has: a damaged config.json is refused before a network of its size is made."""
 
 
 class DrafterConfig(StageConfig):
@@ -30,7 +32,7 @@ class DrafterConfig(StageConfig):
     """Equal to the verifier's."""
     intermediate_size: int = Field(ge=1)
     """Width of the MLP."""
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
     """Decoder layers of the drafter."""
     num_attention_heads: int = Field(ge=1)
     """Query heads."""
@@ -72,6 +74,16 @@ class DrafterConfig(StageConfig):
         rope_type = self.rope_parameters.get("rope_type")
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"rope_type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
+        theta = self.rope_parameters.get("rope_theta")
+        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not theta > 0:
+            raise ValueError(f"rope_theta is {theta!r}, expected a number above 0")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs")
+        if self.layer_type == "llama" and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden size {self.hidden_size} is no multiple of {self.num_attention_heads} heads, as Transformers "
+                "and vLLM demand of llama layers"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"{self.num_attention_heads} heads over {self.num_key_value_heads} key/value heads")
         if list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
@@ -200,8 +212,12 @@ class DrafterConfig(StageConfig):
                 "verifier": verifier["name_or_path"],
                 "verifier_architectures": tuple(verifier.get("architectures") or ()),
             }
-        except (KeyError, IndexError, TypeError) as error:
+        except KeyError as error:
             raise CheckpointError(f"{where}: field {error} is missing; is this a Speculators checkpoint?") from None
+        except (IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"{where}: a field is empty or of another kind than Speculators writes ({error}); is it damaged?"
+            ) from None
         for field in ("fc_norm",) if kind == "eagle3" else ("fc_norm", "norm_output"):
             if config.get(field):
                 why = "has no place in this network" if kind == "eagle3" else "vLLM ignores for this drafter"

@@ -13,6 +13,7 @@ from peagle.drafter.config import DrafterConfig
 from peagle.errors import CheckpointError, ConfigError
 from peagle.evaluate.push_config import PushConfig
 from peagle.evaluate.report_data import EVALUATION, read_json
+from peagle.files import whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,10 @@ def push(config: PushConfig) -> None:
         raise ConfigError(f"{config.repo}: expected OWNER/NAME")
     folder = find(config.checkpoint)
     if config.dry_run:
-        config.output.mkdir(parents=True, exist_ok=True)
-        gather(folder, config.output, config.evaluation, config.license_name)
+        if config.output.exists() and (not config.output.is_dir() or any(config.output.iterdir())):
+            raise ConfigError(f"--output {config.output}: is there already and not empty; name a new folder")
+        with whole_folder(config.output) as temporary:
+            gather(folder, temporary, config.evaluation, config.license_name)
         logger.info("%s: this is what would be pushed to %s", config.output, config.repo)
         return
     with tempfile.TemporaryDirectory() as temporary:

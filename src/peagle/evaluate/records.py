@@ -66,7 +66,10 @@ def open_store(folder: Path, drafter: DrafterConfig) -> StoreReader:
         ("vocabulary size", spec.vocab_size, drafter.vocab_size),
     ):
         if found != wanted:
-            raise StoreError(f"{folder}: {label} {found}, the drafter reads {wanted}. Extract again with the drafter's")
+            raise StoreError(
+                f"{folder}: {label} {found}, the drafter reads {wanted}; extract again with the drafter's, or leave "
+                "--hidden-states-path away to have the verifier compute them"
+            )
     return reader
 
 
