@@ -140,6 +140,13 @@ def test_granite_scales_are_read(tmp_path):
         (lambda folder: (folder / "config.json").write_text("{") and folder, "cannot be read"),
         (lambda folder: fakes.edit_config(folder, model_type="nonsense") or folder, "model type `nonsense`"),
         (lambda folder: folder / "model.safetensors", "found a file"),
+        (lambda folder: fakes.edit_config(folder, vocab_size="many") or folder, "expected int, got str"),
+        (lambda folder: fakes.edit_config(folder, num_hidden_layers=-1) or folder, "cannot be read|no usable"),
+        (lambda folder: fakes.edit_config(folder, eos_token_id="x") or folder, "cannot be (used|read)"),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "x"}') and folder,
+            "a value that cannot be used",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused_in_one_line(qwen3, prepare, message):

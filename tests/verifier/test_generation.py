@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from peagle.errors import VerifierError
 from peagle.verifier.facts import load_facts
 from peagle.verifier.generation import GenerationSettings, sample
 from peagle.verifier.transformers import TransformersVerifier
@@ -130,3 +131,11 @@ def test_plain_attention_is_restored_after_an_answer(verifier):
     before = verifier.decoder.config._attn_implementation
     answers(verifier, prompts()[:2], GREEDY)
     assert verifier.decoder.config._attn_implementation == before == "sdpa"
+
+
+def test_a_verifier_with_damaged_weights_is_refused_instead_of_answering_nonsense(tmp_path):
+    verifier = load(fakes.tiny_verifier(tmp_path, "qwen3", **SHALLOW))
+    with torch.no_grad():
+        verifier.layers[1].mlp.up_proj.weight.fill_(float("nan"))
+    with pytest.raises(VerifierError, match="its logits are NaN or infinite"):
+        answers(verifier, prompts()[:1], GREEDY)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +128,15 @@ def load_facts(name_or_path: str, trust_remote_code: bool) -> VerifierFacts:
             nothing works is missing; one line each.
     """
     config = _load_config(name_or_path, trust_remote_code)
+    try:
+        return _facts_of(config, name_or_path, trust_remote_code)
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise VerifierError(
+            f"{name_or_path}: its configuration holds a value that cannot be used ({whole_line(error)})"
+        ) from None
+
+
+def _facts_of(config: Any, name_or_path: str, trust_remote_code: bool) -> VerifierFacts:
     text = config.get_text_config()
     read = _Reader(text, name_or_path)
     model_type = str(text.model_type)
@@ -241,8 +249,8 @@ def _load_config(name_or_path: str, trust_remote_code: bool) -> Any:
         raise VerifierError(f"{name_or_path}: no such folder")
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise VerifierError(f"{name_or_path}: its configuration cannot be read: {first_line(error)}") from None
+    except Exception as error:  # Transformers' checks of fields raise classes of their own
+        raise VerifierError(f"{name_or_path}: its configuration cannot be read: {whole_line(error)}") from None
 
 
 def looks_like_path(name: str) -> bool:
@@ -254,6 +262,11 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a one-line message."""
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+def whole_line(error: BaseException) -> str:
+    """All of a short error's text in one line: what a check of fields found stands in its second line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _norm_eps(read: _Reader, model_type: str) -> float:

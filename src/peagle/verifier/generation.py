@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from peagle.errors import VerifierError
 from peagle.verifier.generation_cache import GrowingCache, grouped_attention
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ def generate_batch(
         active = rows
         for step in range(longest):
             logits = verifier.logits(hidden)
+            if step == 0 and not torch.isfinite(logits).all():
+                raise VerifierError(
+                    f"{facts.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
+                    f"{str(verifier.dtype).removeprefix('torch.')} (try --dtype float32)"
+                )
             if uniforms is None:
                 chosen = logits.argmax(-1)
             else:

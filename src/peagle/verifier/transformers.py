@@ -145,6 +145,11 @@ class TransformersVerifier:
         last_id = self.facts.num_layers
         with _captured(self.layers, {last_id}) as captured:
             own = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits.float()
+        if not torch.isfinite(own).all():
+            raise VerifierError(
+                f"{self.facts.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
+                f"{str(self.dtype).removeprefix('torch.')} (try --dtype float32)"
+            )
         mine = head.logits(head.normed(captured[last_id].to(head.weight.device))).float().to(own.device)
         error = float((mine - own).abs().max() / own.abs().max())
         if not error < _HEAD_TOLERANCE[self.dtype]:
