@@ -49,6 +49,10 @@ SEEDS = (0, 1, 2)
 MAX_ANCHORS = 512  # its default; packs of 512 tokens never have more
 SHARE_OF_DEFAULT, SHARE_OF_TUNED = 1 / 3, 0.7
 MASK_HIDDEN = "mask_hidden"  # no setting of `peagle train`: what it starts from
+# What a kept run of ours is known by, beside its steps and its seed.
+RECIPE = ("init_layers", "num_depths", "loss_fn", "depth_loss_decay", "optimizer", "lr", "muon_lr", "embedding_lr")
+RECIPE += ("weight_decay", "muon_weight_decay", "muon_momentum", "adam_beta2", "max_grad_norm", "train_embeddings")
+RECIPE += ("scheduler_type", "scheduler_warmup_ratio", "norm_before_residual", "norm_before_fc")
 TRIED: list[dict[str, Any]] = [
     {},
     {"lr": 1.6e-3},
@@ -331,8 +335,7 @@ class Bench:
         steps, macs, slots = self.fill(seed, budget, settings)
         save_path = self.folder / "runs" / f"ours-{steps}-{seed}"
         config = self.config(seed, steps, settings, save_path)
-        told = {k: v for k, v in config.model_dump(mode="json").items() if not k.endswith("path")}
-        told[MASK_HIDDEN] = changes.get(MASK_HIDDEN)
+        told = {name: getattr(config, name) for name in RECIPE} | {MASK_HIDDEN: changes.get(MASK_HIDDEN)}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
         save_path = save_path.with_name(f"{save_path.name}-{digest}")
         report = save_path.with_suffix(".json")
