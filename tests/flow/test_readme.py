@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -56,6 +57,20 @@ def test_the_readmes_example_runs_and_does_what_it_says(run, monkeypatch, capsys
     assert 0 < len(names["written"].answer.ids) <= 80
     assert all(0 <= accepted <= 4 for accepted in names["written"].accepted)
     assert "loss per depth" in capsys.readouterr().out
+
+
+def test_the_python_pages_examples_run_and_what_it_names_exists(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    written, trained, prepared = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    exec(compile(written, "docs/python.md", "exec"), {})
+    exec(compile(trained, "docs/python.md", "exec"), {})
+    losses = [float(line) for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert all(0 < loss < 20 for loss in losses)
+    compile(prepared, "docs/python.md", "exec")
+    for name in re.findall(r"`(peagle\.[a-z_.A-Z]+\.[A-Za-z]+)`", page):
+        module, _, member = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), member), name
 
 
 def test_the_readmes_example_has_ten_lines():
