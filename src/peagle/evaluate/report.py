@@ -50,7 +50,8 @@ def report(config: ReportConfig) -> Path:
     for name, text in texts.items():
         with whole_file(config.output / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
-    logger.info("read %d drafters, wrote %s (and .md, .csv)", len(records), config.output / "report.html")
+    number = "1 evaluation" if len(records) == 1 else f"{len(records)} evaluations"
+    logger.info("read %s, wrote %s (and .md, .csv)", number, config.output / "report.html")
     return config.output / "report.html"
 
 
