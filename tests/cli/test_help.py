@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from peagle.cli.help import entry
@@ -47,6 +49,45 @@ def test_what_must_be_said_is_in_the_usage_and_marked(capsys):
     assert "error: --model is needed; --data is needed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["extract", "--endpoint", "", "--output", "x", "--preprocessed-data", "x"], "--endpoint is given without"),
+        (["prepare", "--model", "", "--data", "x"], "--model is given without a value"),
+        (["prepare", "--model", "x", "--data", ""], "--data is given without a value"),
+        (["check", ""], "CHECKPOINT is given without a value"),
+    ],
+)
+def test_an_empty_value_is_not_taken_for_none(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_interrupted_says_how_to_go_on(capsys, monkeypatch):
+    def interrupted(_config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("peagle.cli.check.run", interrupted)
+    assert main(["check", "x"]) == 130
+    assert "run the same command again" in capsys.readouterr().err
+
+
+def test_what_the_file_system_refuses_is_one_line_and_our_own_faults_are_not(capsys, monkeypatch):
+    refused = OSError(errno.EROFS, "Read-only file system", "/somewhere/out")
+
+    def run(_config):
+        raise refused
+
+    monkeypatch.setattr("peagle.cli.check.run", run)
+    assert main(["check", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "peagle: error: /somewhere/out: read-only file system; choose a place that can be written\n"
+    )
+    refused = OSError(errno.EBADF, "Bad file descriptor")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        main(["check", "x"])
+
+
 def test_a_long_name_puts_its_help_on_the_next_line():
     assert entry("--x", "short", 80) == "  --x" + " " * 33 + "short\n"
     lines = entry("--a-name-that-is-longer-than-the-column N", "help", 80).splitlines()
@@ -57,7 +98,11 @@ def test_the_list_of_commands_is_grouped(capsys):
     main(["--help"])
     shown = capsys.readouterr().out
     for panel in ("Start here", "Data", "Train", "Measure and serve"):
-        assert panel in shown
+        assert f"\n{panel}\n" in shown
+    for name in COMMANDS:
+        assert f"\n  {name} " in shown
+    assert main([]) == 2
+    assert capsys.readouterr().out.strip() == shown.strip()
 
 
 def test_a_wrong_flag_a_wrong_command_and_no_command_are_one_line_or_help(capsys):

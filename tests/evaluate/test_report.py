@@ -139,6 +139,12 @@ def test_one_training_measured_twice_is_drawn_once(tmp_path):
     report(ReportConfig(folders=[str(first), str(second)], output=tmp_path / "out", title=None))
     titles = re.findall(r"<h3>(.*?)</h3>", (tmp_path / "out" / "report.html").read_text())
     assert titles.count("Loss") == 1
+    other = write_run(tmp_path / "b")
+    (other / "checkpoints" / "metrics.jsonl").write_text("")
+    report(ReportConfig(folders=[str(first), str(other)], output=tmp_path / "out", title=None))
+    titles = re.findall(r"<h3>(.*?)</h3>", (tmp_path / "out" / "report.html").read_text())
+    assert titles.count("Loss") == 0
+    assert [title for title in titles if title.startswith("Loss: ")] == ["Loss: again, a"]
 
 
 def test_agreement_of_replay_and_lossless_answers_are_told_in_words(tmp_path):

@@ -7,12 +7,35 @@ import textwrap
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 NEEDED = " (needed)"
 """How the help of a parameter without a default ends."""
 _NAMES_WIDTH = 34
 _INDENT = 2
+_COMMAND_WIDTH = 11
+
+
+class Commands(TyperGroup):
+    """The list of commands, grouped by what people do, in the same plain style as each command's help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, description, the commands with their first sentence, and the flags of `peagle` itself."""
+        width = _width()
+        formatter.write(f"Usage: {ctx.command_path} COMMAND [FLAGS]\n\n{textwrap.fill(self.help or '', width)}\n\n")
+        panels: dict[str, list[Any]] = {}
+        for command in self.commands.values():
+            panels.setdefault(str(getattr(command, "rich_help_panel", None) or "Commands"), []).append(command)
+        for panel, commands in panels.items():
+            formatter.write(typer.style(panel, bold=True) + "\n")
+            for command in commands:
+                about = " ".join((command.help or "").split("\n\n")[0].split())
+                formatter.write(entry(str(command.name), about, width, _COMMAND_WIDTH))
+            formatter.write("\n")
+        formatter.write(typer.style("Flags", bold=True) + "\n")
+        for parameter in self.get_params(ctx):
+            formatter.write(entry(", ".join(parameter.opts), getattr(parameter, "help", "") or "", width))
+        formatter.write(f"\n`{ctx.command_path} COMMAND --help` shows the flags of a command.\n")
 
 
 class Command(TyperCommand):
@@ -20,7 +43,7 @@ class Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write usage, description and the groups of flags."""
-        width = max(60, min(110, shutil.get_terminal_size((100, 24)).columns))
+        width = _width()
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         shown = [names(p) if _is_needed(p) or p.nargs < 0 else f"[{names(p)}]" for p in arguments]
         shown += [f"{p.opts[0]} {p.metavar}" for p in self.params if p not in arguments and _is_needed(p)]
@@ -58,11 +81,15 @@ def names(parameter: Any) -> str:
     return f"{shown} {takes}" if takes else shown
 
 
-def entry(left: str, text: str, width: int) -> str:
-    """One flag: its help beside it if it fits, below it otherwise."""
-    margin = " " * (_INDENT + _NAMES_WIDTH + 2)
+def _width() -> int:
+    return max(60, min(110, shutil.get_terminal_size((100, 24)).columns))
+
+
+def entry(left: str, text: str, width: int, names_width: int = _NAMES_WIDTH) -> str:
+    """One flag or command: its help beside it if it fits, below it otherwise."""
+    margin = " " * (_INDENT + names_width + 2)
     lines = textwrap.wrap(text, width - len(margin)) or [""]
     first = " " * _INDENT + left
-    if len(left) <= _NAMES_WIDTH:
-        first += " " * (_NAMES_WIDTH - len(left) + 2) + lines.pop(0)
+    if len(left) <= names_width:
+        first += " " * (names_width - len(left) + 2) + lines.pop(0)
     return "\n".join([first.rstrip(), *(margin + line for line in lines)]) + "\n"

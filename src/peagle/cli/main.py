@@ -10,6 +10,7 @@ import typer
 
 import peagle
 from peagle.cli.flags import add_command, many_valued, split_extra, spread
+from peagle.cli.help import Commands
 from peagle.errors import DiskError, PeagleError
 from peagle.files import os_error_line
 
@@ -46,6 +47,7 @@ def build(names: list[str], arguments: list[str]) -> tuple[typer.Typer, list[str
     """
     app = typer.Typer(
         name="peagle",
+        cls=Commands,
         help="Train, measure and serve P-EAGLE drafters for speculative decoding.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -93,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         return int(error.exit_code)
     except _ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.format_message())
+            typer.echo(error.format_message())  # strips the colours where there is no terminal
             return 2
         hint = f" (see `peagle {asked} --help`)" if asked in COMMANDS else " (see `peagle --help`)"
         return _fail(error.format_message() + hint)

@@ -190,7 +190,7 @@ def training(records: Sequence[Record]) -> Section | None:
     charts = []
     for metrics, names in runs:
         for curve in training_curves(metrics):
-            charts.append(_curve_chart(curve, f": {', '.join(names)}" if len(runs) > 1 else ""))
+            charts.append(_curve_chart(curve, f": {', '.join(names)}" if len(names) < len(records) else ""))
     found = tuple(chart for chart in charts if chart.svg)
     return Section("Training", charts=found) if found else None
 
