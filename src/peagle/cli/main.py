@@ -16,7 +16,6 @@ from peagle.files import os_error_line
 
 # Typer may bring its own copy of click (seen in 0.29), whose exceptions are other classes than click's.
 _Abort, _Exit = typer.Abort, typer.Exit
-_INTERRUPTED = 130
 _ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 # subcommand -> (module with `CONFIG` and `run`, help panel). A module is imported only when its command is asked for,
@@ -86,12 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         app, spread_out = build([asked] if asked in COMMANDS else list(COMMANDS), arguments)
         status = app(args=spread_out, prog_name="peagle", standalone_mode=False)
-        return int(status or 0)
+        return _interrupted() if status == _INTERRUPTED else int(status or 0)
     except PeagleError as error:
         return _fail(str(error))
     except _Exit as error:
-        if error.exit_code == _INTERRUPTED:  # how typer passes Ctrl-C on
-            return _interrupted()
         return int(error.exit_code)
     except _ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -100,7 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         hint = f" (see `peagle {asked} --help`)" if asked in COMMANDS else " (see `peagle --help`)"
         return _fail(error.format_message() + hint)
     except (KeyboardInterrupt, _Abort):
-        return _interrupted()
+        print("peagle: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough
         return 0
     except OSError as error:
@@ -108,11 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
         if line is None:
             raise
         return _fail(str(DiskError(line)))
-
-
-def _interrupted() -> int:
-    print("peagle: interrupted; run the same command again to go on", file=sys.stderr)
-    return _INTERRUPTED
 
 
 def _fail(message: str) -> int:
