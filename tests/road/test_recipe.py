@@ -96,3 +96,9 @@ def test_every_shipped_recipe_fits_the_configs(path):
     assert recipe.description
     names = [stage.name for stage in stages(recipe)]
     assert {"prepare", "extract", "train", "check", "evaluate"} <= set(names)
+
+
+def test_a_change_that_is_no_yaml_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"--set train\.lr=\[1: the value is not YAML") as caught:
+        read(write(tmp_path, MINIMAL), None, ("train.lr=[1",))
+    assert "\n" not in str(caught.value)

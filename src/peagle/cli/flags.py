@@ -54,9 +54,14 @@ def add_command(
                 continue
             is_whole = bool(_extra(config_type.model_fields[key]).get("whole"))
             values[key] = _split(value) if isinstance(value, list) and not is_whole else value
+            if _is_blank(values[key], config_type.model_fields[key]):
+                raise ConfigError(f"{_named(key, config_type.model_fields[key])} is given without a value")
         if extra_args:
             values[EXTRA_ARGS] = extra_args
-        status = run(config_type.build(values))
+        try:
+            status = run(config_type.build(values))
+        except KeyboardInterrupt:  # typer would make a silent status 130 of it
+            raise typer.Abort() from None
         raise typer.Exit(status or 0)
 
     fields = {key: field for key, field in config_type.model_fields.items() if key != EXTRA_ARGS}
@@ -73,6 +78,16 @@ def add_command(
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = _unwrapped(inspect.getdoc(run) or "")
     app.command(name, rich_help_panel=panel, cls=Command)(command)
+
+
+def _is_blank(value: Any, field: FieldInfo) -> bool:
+    """Whether nothing was said where something must be: `--endpoint "$UNSET"` must not mean "without an endpoint"."""
+    return value == [] or (value == "" and (field.is_required() or bool(_extra(field).get("positional"))))
+
+
+def _named(key: str, field: FieldInfo) -> str:
+    """What a user types to give a field."""
+    return key.upper() if _extra(field).get("positional") else "--" + key.replace("_", "-")
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:

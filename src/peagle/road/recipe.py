@@ -229,7 +229,10 @@ def _apply(values: dict[str, Any], change: str) -> None:
         target = target[parent]
         if not isinstance(target, dict):
             raise ConfigError(f"--set {change}: `{parent}` has no keys of its own")
-    target[last] = yaml.safe_load(text)
+    try:
+        target[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {change}: the value is not YAML ({str(error).splitlines()[0]})") from None
 
 
 def _unlabelled(name: str) -> str:

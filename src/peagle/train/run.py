@@ -52,6 +52,11 @@ def train(config: TrainConfig) -> FitResult:
     config = settle(config)
     need_save_path(config)
     world = start(config.device, COLLECTIVE_TIMEOUT_S)
+    if config.fsdp_shard and world.size == 1:
+        raise ConfigError(
+            "--fsdp-shard: one process has no others to shard over; start several with `torchrun --standalone "
+            "--nproc_per_node N -m peagle train ...`, or leave it away"
+        )
     try:
         decision = Decision(**world.from_main("decision", lambda: asdict(decide(config))))
         for warning in decision.warnings if world.is_main else []:
