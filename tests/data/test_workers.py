@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +61,33 @@ def test_a_killed_process_is_said_and_does_not_hang():
 def test_a_mistake_found_in_a_process_keeps_its_message():
     with pytest.raises(TemplateError, match="no template"):
         list(ordered_map(refused, range(200), 2))
+
+
+def test_no_more_processes_are_started_than_there_is_work_for():
+    assert set(ordered_map(lambda _: os.getpid(), range(20), 500)) == {os.getpid()}
+    assert len(set(ordered_map(lambda _: os.getpid(), range(70), 500))) <= 3
+
+
+def test_workers_end_when_their_parent_is_killed():
+    code = (
+        "import os, time\nfrom peagle.data.workers import ordered_map\n"
+        "def work(n):\n    print(os.getpid(), flush=True)\n    time.sleep(0.01)\n    return n\n"
+        "for _ in ordered_map(work, iter(range(10**6)), 2): pass\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    workers = set()
+    while len(workers) < 2:
+        workers.add(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}/stat") and not is_dead(pid) for pid in workers):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

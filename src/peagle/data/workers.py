@@ -6,6 +6,8 @@ import itertools
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,6 +21,7 @@ Result = TypeVar("Result")
 _CHUNK = 32
 _SMALL = 256
 """Fewer rows than this are not worth starting processes for."""
+_LOOK_EVERY_S = 0.5
 _function: Callable[[Any], Any] | None = None
 
 
@@ -40,6 +43,10 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], num_w
         DataError: a process was killed (out of memory, usually).
     """
     rows = iter(items)
+    if num_workers is not None and num_workers > 1:  # no more processes than there is work for
+        head = list(itertools.islice(rows, _CHUNK * num_workers))
+        num_workers = max(1, min(num_workers, -(-len(head) // _CHUNK)))
+        rows = itertools.chain(head, rows)
     if num_workers is None:
         head = list(itertools.islice(rows, _SMALL))
         num_workers = default_workers() if len(head) == _SMALL else 1
@@ -70,6 +77,14 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], num_w
 def _start(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when its parent is gone: killed, it cannot tell its workers, and they would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(1)
 
 
 def _work(chunk: list[Any]) -> list[Any]:
