@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         app, spread_out = build([asked] if asked in COMMANDS else list(COMMANDS), arguments)
         status = app(args=spread_out, prog_name="peagle", standalone_mode=False)
-        return _interrupted() if status == _INTERRUPTED else int(status or 0)
+        return int(status or 0)
     except PeagleError as error:
         return _fail(str(error))
     except _Exit as error:
