@@ -105,6 +105,12 @@ def index() -> str:
     for panel, lines in panels.items():
         out += [f"## {panel}", "", "| command | does |", "|---|---|", *lines, ""]
     out += [
+        "## Everywhere",
+        "",
+        "`--config FILE` reads settings from YAML (a run's own `run.yaml` too; flags win), `--quiet` says warnings and "
+        "errors only, `--verbose` adds how an error came about. Where there is no terminal, progress is a plain line now and then. "
+        "`peagle --install-completion` completes commands and flags in your shell.",
+        "",
         "## Exit status",
         "",
         "| status | means |",
@@ -113,6 +119,7 @@ def index() -> str:
         "| 1 | a measurement failed its bar (a checkpoint that `check` refuses, answers that differ), or a bug |",
         "| 2 | something you can mend; one line says what and how |",
         "| 130 | interrupted; the same command goes on where it stopped |",
+        "| 143 | `train` after SIGTERM: a checkpoint was saved |",
         "",
     ]
     return "\n".join(out)
