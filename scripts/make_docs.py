@@ -108,8 +108,8 @@ def index() -> str:
         "## Everywhere",
         "",
         "`--config FILE` reads settings from YAML (a run's own `run.yaml` too; flags win), `--quiet` says warnings and "
-        "errors only, `--verbose` adds how an error came about. Where there is no terminal, progress is a plain line now and then. "
-        "`peagle --install-completion` completes commands and flags in your shell.",
+        "errors only, `--verbose` adds how an error came about. Where there is no terminal, progress is a plain line "
+        "now and then. `peagle --install-completion` completes commands and flags in your shell.",
         "",
         "## Exit status",
         "",
