@@ -146,7 +146,7 @@ def lock_file(path: Path, doing: str) -> BinaryIO:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             handle.close()
-            raise PeagleError(f"another process is {doing}; wait for it, or choose another --output") from None
+            raise PeagleError(f"another process is {doing}; wait for it, or choose another folder") from None
         # a network disk without locks: nothing keeps a second process away
     return handle
 

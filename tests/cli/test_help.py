@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 
 import pytest
 
@@ -61,6 +62,14 @@ def test_what_must_be_said_is_in_the_usage_and_marked(capsys):
 def test_an_empty_value_is_not_taken_for_none(arguments, message, capsys):
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_terminal_without_a_character_gets_its_number(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    monkeypatch.setattr("peagle.cli.check.run", lambda _config: print("z\u00e4hlt"))
+    assert main(["check", "x"]) == 0
+    assert shown.getvalue() == b"z\\xe4hlt\n"
 
 
 def test_interrupted_says_how_to_go_on(capsys, monkeypatch):

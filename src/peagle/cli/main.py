@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import sys
 
@@ -82,6 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run `peagle`; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     asked = next((a for a in arguments if not a.startswith("-")), None)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character gets its number, not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app, spread_out = build([asked] if asked in COMMANDS else list(COMMANDS), arguments)
         status = app(args=spread_out, prog_name="peagle", standalone_mode=False)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -17,7 +17,7 @@ from peagle.drafter.card import refresh_card
 from peagle.drafter.checkpoint import DTYPES
 from peagle.drafter.warm_start import warm_start
 from peagle.errors import ConfigError, DiskError
-from peagle.files import free_bytes
+from peagle.files import free_bytes, lock_file
 from peagle.train.config import TrainConfig
 from peagle.train.decide import Decision, decide, need_save_path
 from peagle.train.distributed import COLLECTIVE_TIMEOUT_S, World, start, stop
@@ -57,12 +57,13 @@ def train(config: TrainConfig) -> FitResult:
             "--fsdp-shard: one process has no others to shard over; start several with `torchrun --standalone "
             "--nproc_per_node N -m peagle train ...`, or leave it away"
         )
+    locks: list[BinaryIO] = []
     try:
         decision = Decision(**world.from_main("decision", lambda: asdict(decide(config))))
         for warning in decision.warnings if world.is_main else []:
             logger.warning("%s", warning)
         trackers = _trackers(config, world)
-        world.from_main("save_path", lambda: _prepare_save_path(config))
+        world.from_main("save_path", lambda: locks.append(_prepare_save_path(config)))
         drafter, head, rows = _load(config, decision, world)
         try:
             world.from_main("disk", lambda: _check_disk(config, decision, drafter))
@@ -84,6 +85,8 @@ def train(config: TrainConfig) -> FitResult:
             trackers.close()
         return result
     finally:
+        for lock in locks:
+            lock.close()
         stop()
 
 
@@ -141,16 +144,22 @@ def _trackers(config: TrainConfig, world: World) -> Trackers | None:
     return found[0] if found else None
 
 
-def _prepare_save_path(config: TrainConfig) -> None:
-    """Make the folder; without resuming, remove the checkpoints that an earlier run left there."""
+def _prepare_save_path(config: TrainConfig) -> BinaryIO:
+    """Make the folder and hold it; without resuming, remove the checkpoints that an earlier run left there.
+
+    Returns:
+        The lock: closing it frees the folder.
+    """
     try:
         config.save_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--save-path {config.save_path}: cannot be made ({error.strerror})") from None
+    lock = lock_file(config.save_path / ".lock", f"training into {config.save_path}")
     if not config.resume_from_checkpoint:
         gone = remove_all(config.save_path)
         if gone:
             logger.info("--no-resume-from-checkpoint: removed checkpoints %s of an earlier run", ", ".join(gone))
+    return lock
 
 
 def checkpoint_bytes(config: TrainConfig, save_dtype: str, drafter: Drafter) -> int:
