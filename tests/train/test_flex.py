@@ -89,6 +89,30 @@ def test_flex_equals_sdpa_forward_and_backward(kv_heads):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
+def test_R07_twenty_lengths_compile_at_most_three_times_and_change_nothing():
+    """The graph that a GPU would compile, traced here and run as it is: COD gives every batch a length of its own."""
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    attend = flex.compiled(count)
+    for length in range(200, 400, 10):
+        ids = torch.tensor([0] * length + [1] * 77)
+        generators = [torch.Generator().manual_seed(length + d) for d in range(2)]
+        layout = sample(torch.ones(len(ids), dtype=torch.bool), ids, 3, 0.7, 0.2, generators)
+        doc_start = torch.tensor([0, length])[ids[layout.anchor_pos]]
+        seen = Seen(layout.anchor_pos, layout.depth, 0, len(ids), ids, doc_start)
+        keys = seen.padded.shape[1]
+        q, k, v = (torch.randn(1, heads, rows, 16) for heads, rows in ((4, layout.num_slots), (2, keys), (2, keys)))
+        found = attend(q, k, v, block_mask=seen.blocks, enable_gqa=True)
+        wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.padded, enable_gqa=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert 1 <= len(graphs) <= 3
+
+
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("block", [60, WHOLE])
 def test_step_with_flex_equals_speculators(path, block):

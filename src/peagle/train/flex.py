@@ -6,6 +6,7 @@ there, so gradients come from the written-out reference (a check, not a way to t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -90,8 +91,9 @@ def _packed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+def compiled(backend: str | Callable[..., Any] = "inductor") -> Any:
+    """FlexAttention compiled once for all lengths: sizes are symbols, so a new length is no reason to compile again."""
+    return torch.compile(flex_attention, dynamic=True, backend=backend)
 
 
 class _ForwardByFlex(torch.autograd.Function):
@@ -129,7 +131,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor | Non
     """
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     if q.is_cuda:
-        out = _compiled()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        out = compiled()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     else:
         out = _ForwardByFlex.apply(q.contiguous(), k.contiguous(), v.contiguous(), mask, dense)
     return out[0].transpose(0, 1).flatten(1)
