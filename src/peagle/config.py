@@ -72,8 +72,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, found a {type(values).__name__}")
+    odd = next((key for key in values if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ConfigError(f"{path}: the key {odd!r} is no name")
     return values

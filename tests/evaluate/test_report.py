@@ -230,3 +230,24 @@ def test_an_evaluation_and_the_checkpoints_that_it_names_are_one_drafter(tmp_pat
     assert record.name == "mine"
     assert record.metrics
     assert [r.name for r in collect([run / "checkpoints"])] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("average", "x"), ("speed", [1]), ("lossless", 5), ("by_context_length", "x"), ("batch_size", "x")],
+)
+def test_an_evaluation_with_a_part_of_another_kind_is_refused_by_its_name(tmp_path, key, value):
+    write_run(tmp_path / "run")
+    path = next((tmp_path / "run").rglob("evaluation.json"))
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, key: value}))
+    with pytest.raises(DataError, match=f"`{key}` is .*, expected"):
+        report(ReportConfig(folders=[str(tmp_path / "run")], output=tmp_path / "out", title=None))
+    path.write_text(json.dumps({**found, key: None}))
+    report(ReportConfig(folders=[str(tmp_path / "run")], output=tmp_path / "out", title=None))
+
+
+def test_metrics_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be read"):
+        collect([tmp_path])

@@ -102,3 +102,9 @@ def test_a_change_that_is_no_yaml_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"--set train\.lr=\[1: the value is not YAML") as caught:
         read(write(tmp_path, MINIMAL), None, ("train.lr=[1",))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("5: 6\n", "the key 5 is no name"), ("a: " + "[" * 5000, "nested too")])
+def test_a_file_that_is_no_recipe_is_one_line(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read(write(tmp_path, text), None, ())

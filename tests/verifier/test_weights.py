@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from peagle.errors import VerifierError
 from peagle.verifier.facts import load_facts
+from peagle.verifier.tensor_files import TensorFiles
 from peagle.verifier.transformers import TransformersVerifier
 from peagle.verifier.weights import VerifierHead, fingerprint, load_embedding, load_head
 from tests import fakes
@@ -293,3 +294,20 @@ def test_of_several_gguf_files_none_is_guessed(tmp_path):
     (tmp_path / "b.gguf").unlink()
     with pytest.raises(VerifierError, match=r"a\.gguf: cannot be read"):
         load_head(facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("pytorch_model.bin", b""),
+        ("pytorch_model.bin", b"nonsense"),
+        ("pytorch_model.bin", b"\x80\x04}q\x00."),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 5}}'),
+        ("model.safetensors.index.json", b"[]"),
+    ],
+)
+def test_files_that_are_no_weights_are_one_line(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(VerifierError, match="cannot be read|not a weight index") as caught:
+        TensorFiles.open(str(tmp_path))
+    assert "\n" not in str(caught.value)

@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected an object, found a {type(value).__name__}")
@@ -87,7 +87,10 @@ def read_metrics(path: Path) -> tuple[dict[str, Any], ...]:
     Raises:
         DataError: a line before the last is not a JSON object.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -100,6 +103,11 @@ def read_metrics(path: Path) -> tuple[dict[str, Any], ...]:
             raise DataError(f"{path}: line {number}: expected an object, found a {type(row).__name__}")
         rows.append(row)
     return tuple(rows)
+
+
+# Parts of an evaluation that the page looks into; `peagle evaluate` writes no others of these names.
+_OBJECTS = frozenset({"pooled", "average", "datasets", "by_context_length", "lossless", "replay", "speed", "served"})
+_NUMBERS = frozenset({"num_speculative_tokens", "batch_size", "prompts"})
 
 
 def _files(folder: Path, name: str) -> Iterator[Path]:
@@ -123,6 +131,12 @@ def _of_evaluation(path: Path, name: str, root: Path) -> Record:
     evaluation = read_json(path)
     if not isinstance(evaluation.get("pooled"), dict) or not isinstance(evaluation.get("datasets"), dict):
         raise DataError(f"{path}: no `pooled` and `datasets` in it; is it an evaluation by peagle?")
+    evaluation = {key: value for key, value in evaluation.items() if value is not None}
+    for kind, wanted, keys in (("an object", dict, _OBJECTS), ("a whole number", int, _NUMBERS)):
+        for key in keys & evaluation.keys():
+            if not isinstance(evaluation[key], wanted):
+                found = repr(evaluation[key])[:60]
+                raise DataError(f"{path}: `{key}` is {found}, expected {kind}; measure again, or mend the file")
     checkpoint = _checkpoint_folder(evaluation, path.parent, root)
     metrics_path = _metrics_of(checkpoint, root)
     manifests = _manifests([path.parent, checkpoint, checkpoint.parent if checkpoint else None])

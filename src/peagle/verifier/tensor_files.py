@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from peagle.errors import VerifierError
 from peagle.verifier.facts import first_line
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What safetensors, torch and pickle raise for a file that is damaged or of another kind.
+_UNREADABLE = (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 _GGUF_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -50,8 +53,11 @@ class TensorFiles:
             if path is not None:
                 try:
                     table = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-                except (ValueError, KeyError, TypeError) as error:
+                except (OSError, ValueError, KeyError, TypeError) as error:
                     raise VerifierError(f"{path}: not a weight index: {first_line(error)}") from None
+                odd = next((file for file in table.values() if not isinstance(file, str)), None)
+                if odd is not None:
+                    raise VerifierError(f"{path}: not a weight index: it names the file {odd!r}")
                 return TensorFiles(name_or_path, table)
         for single in _SINGLES:
             path = _find(name_or_path, single)
@@ -101,7 +107,15 @@ class TensorFiles:
                 with safe_open(path, "pt") as handle:
                     return handle.get_tensor(name).clone()
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[name].clone()
-        except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+        except (
+            SafetensorError,
+            OSError,
+            RuntimeError,
+            KeyError,
+            ValueError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:
             raise VerifierError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
     def _path(self, file: str) -> Path:
@@ -129,7 +143,7 @@ def _names(path: Path) -> list[str]:
             with safe_open(path, "pt") as handle:
                 return list(handle.keys())
         return list(torch.load(path, map_location="meta", weights_only=True, mmap=True))
-    except (SafetensorError, OSError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise VerifierError(f"{path}: cannot be read: {first_line(error)}") from None
 
 
