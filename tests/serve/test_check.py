@@ -156,6 +156,13 @@ def test_X02_a_needed_tensor_that_is_missing_is_named(folder: Path, name: str) -
     assert f"{name}: missing" in errors(folder)
 
 
+def test_an_empty_config_and_a_config_of_a_million_layers_are_errors(folder: Path) -> None:
+    edit_layers(folder, num_hidden_layers=10**6)
+    assert "num_hidden_layers is 1000000, over 256" in errors(folder)
+    (folder / "config.json").write_text("{}")
+    assert "is an empty object" in errors(folder)
+
+
 def test_a_tensor_of_another_shape_or_name_is_an_error(folder: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["norm.weight"] = torch.ones(65, dtype=torch.bfloat16)

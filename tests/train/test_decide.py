@@ -16,7 +16,7 @@ from peagle.errors import ConfigError, DataError, DiskError, PeagleError, StoreE
 from peagle.states.config import ExtractConfig
 from peagle.states.extract import extract
 from peagle.states.store import StoreReader
-from peagle.train.config import TrainConfig
+from peagle.train.config import FitConfig, TrainConfig
 from peagle.train.decide import Decision, decide
 from peagle.train.initialise import initialise, mask_hidden
 from peagle.train.rows import MemoryRows, StoreRows
@@ -147,6 +147,15 @@ def test_a_damaged_shard_is_named_and_never_trained_on(files, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(StoreError, match=f"{shard.name} has another checksum"):
         train(Files(files.verifier, files.data, damaged).config(tmp_path / "save"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", 1 << 64), ("lr", float("inf")), ("lr", float("nan")), ("muon_lr", 1e9), ("weight_decay", float("inf"))],
+)
+def test_numbers_that_no_run_can_have_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
+        FitConfig.build({name: value})
 
 
 def test_K07_a_disk_without_room_for_one_checkpoint_is_refused(files, tmp_path, monkeypatch):

@@ -94,4 +94,8 @@ def show(findings: Findings, checkpoint: str) -> None:
             out.print(line)
     errors, warnings = len(findings.of("error")), len(findings.of("warning"))
     verdict = "can be served" if findings.is_servable else "cannot be served as it was trained"
-    out.print(f"{checkpoint}: {verdict} ({errors} errors, {warnings} warnings)")
+    out.print(f"{checkpoint}: {verdict} ({_counted(errors, 'error')}, {_counted(warnings, 'warning')})")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

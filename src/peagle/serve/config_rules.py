@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.drafter.config import MAX_LAYERS
 from peagle.serve.findings import Findings
 
 CONFIG = "config.json"
@@ -72,6 +73,9 @@ def check_config(config: dict[str, Any], findings: Findings) -> ServedShape | No
         layers = {}
     layer_type = _layer_type(layers, findings)
     numbers = {name: _number(layers, name, f"{_LAYERS}.{name}", findings) for name in _NUMBERS}
+    if numbers["num_hidden_layers"] > MAX_LAYERS:
+        findings.error(CONFIG, f"{_LAYERS}.num_hidden_layers is {numbers['num_hidden_layers']}, over {MAX_LAYERS}")
+        numbers["num_hidden_layers"] = 0
     _other_layer_fields(layers, numbers, kind, findings)
     draft_vocab = _number(config, "draft_vocab_size", "draft_vocab_size", findings)
     target_hidden = _number(config, "target_hidden_size", "target_hidden_size", findings)

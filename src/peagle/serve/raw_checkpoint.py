@@ -106,6 +106,8 @@ def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
     if not isinstance(config, dict):
         findings.error(CONFIG, f"expected an object, found a {type(config).__name__}")
         return {}
+    if not config:
+        findings.error(CONFIG, "is an empty object; expected a drafter's configuration")
     return config
 
 

@@ -47,7 +47,7 @@ class FitConfig(StageConfig):
     """Passes over the rows."""
     max_steps: int | None = Field(None, ge=1, json_schema_extra=_RUN)
     """Stop after this many optimizer steps; the schedule then ends there too."""
-    seed: int = Field(42, ge=0, json_schema_extra=_RUN)
+    seed: int = Field(42, ge=0, lt=1 << 63, json_schema_extra=_RUN)
     """Seed of the drafter's first weights, of the order of rows and of COD sampling."""
     checkpoint_freq: float = Field(1.0, gt=0, json_schema_extra=_RUN)
     """Validate, and save, every so many epochs; below 1 several times an epoch (0.5: twice)."""
@@ -58,21 +58,21 @@ class FitConfig(StageConfig):
     """A slot of depth d weighs this to the power d in the loss."""
     optimizer: Literal["adamw", "muon"] = Field("muon", json_schema_extra=_OPTIMIZER)
     """muon steps the matrices of the layers with Muon and the rest with AdamW."""
-    lr: float = Field(8e-4, gt=0, json_schema_extra=_OPTIMIZER)
+    lr: float = Field(8e-4, gt=0, le=100, json_schema_extra=_OPTIMIZER)
     """Peak learning rate of what AdamW steps."""
-    muon_lr: float | None = Field(None, gt=0, json_schema_extra=_OPTIMIZER)
+    muon_lr: float | None = Field(None, gt=0, le=100, json_schema_extra=_OPTIMIZER)
     """Peak learning rate of what Muon steps. Unset: ten times --lr."""
-    embedding_lr: float | None = Field(None, gt=0, json_schema_extra=_OPTIMIZER)
+    embedding_lr: float | None = Field(None, gt=0, le=100, json_schema_extra=_OPTIMIZER)
     """Peak learning rate of the embedding (and of the head if it is trained). Unset: --lr."""
-    weight_decay: float = Field(0.01, ge=0, json_schema_extra=_OPTIMIZER)
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False, json_schema_extra=_OPTIMIZER)
     """Decoupled decay of matrices; norms, `mask_hidden` and the embedding have none."""
-    muon_weight_decay: float = Field(0.1, ge=0, json_schema_extra=_OPTIMIZER)
+    muon_weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, json_schema_extra=_OPTIMIZER)
     """Decoupled decay of the matrices that Muon steps."""
     muon_momentum: float = Field(0.95, ge=0, lt=1, json_schema_extra=_OPTIMIZER)
     """Momentum of Muon."""
     adam_beta2: float = Field(0.95, gt=0, lt=1, json_schema_extra=_OPTIMIZER)
     """Second-moment decay of AdamW; runs of a few thousand steps want less than its usual 0.999."""
-    max_grad_norm: float = Field(1.0, ge=0, json_schema_extra=_OPTIMIZER)
+    max_grad_norm: float = Field(1.0, ge=0, allow_inf_nan=False, json_schema_extra=_OPTIMIZER)
     """Clip the norm of all gradients together to this; 0 does not clip."""
     train_embeddings: Literal["all", "mask-token", "none"] = Field("all", json_schema_extra=_OPTIMIZER)
     """Train the whole embedding, the mask token's row, or nothing of it."""
