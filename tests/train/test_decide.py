@@ -34,11 +34,11 @@ def files(tmp_path_factory):
 
 
 def refused(files: Files, tmp_path: Path, error: type[PeagleError], match: str, **values: object) -> None:
-    """Nothing is loaded and nothing is written when a run is refused."""
+    """Nothing is loaded when a run is refused, and nothing is written but the lock that keeps others out."""
     with pytest.raises(error, match=match) as raised:
         train(files.config(tmp_path / "save", **values))
     assert "\n" not in str(raised.value)
-    assert not list((tmp_path / "save").glob("*"))
+    assert {path.name for path in (tmp_path / "save").glob("*")} <= {".lock"}
 
 
 def test_a_folder_that_is_not_prepared_data_is_refused(files, tmp_path):
