@@ -234,6 +234,24 @@ def test_R01_a_batch_without_a_supervised_slot_adds_nothing_and_no_nan():
     assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
 
 
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_R14_a_mask_slot_is_trained_at_its_anchors_position_plus_its_depth(attention, monkeypatch):
+    drafter, head, batch = make_drafter("llama", VOCAB), make_head(VOCAB), make_batch([14, 11], 0, 4)
+    layout = full(batch.is_supervised, batch.document_ids, DEPTHS)
+    result = train_step(drafter, head, batch, layout, 1.0, replace(SETTINGS, attention=attention), None)
+    found = result.loss_sum.sum() / result.total.sum()
+    assert found.item() == pytest.approx(dense_loss(drafter, head, batch, layout, "kl_div").item(), rel=1e-9)
+    pairs = batch.rope_pos.numel()
+    whole = drafter.layers_pass
+
+    def without_offsets(embeds, hidden, rope_pos, attend):
+        return whole(embeds, hidden, torch.cat([rope_pos[:pairs], batch.rope_pos[layout.anchor_pos]]), attend)
+
+    monkeypatch.setattr(drafter, "layers_pass", without_offsets)
+    wrong = dense_loss(drafter, head, batch, layout, "kl_div").item()
+    assert found.item() != pytest.approx(wrong, rel=1e-3)
+
+
 def test_depth_weights_scale_each_depths_gradient():
     drafter, head, batch = make_drafter("llama", VOCAB), make_head(VOCAB), make_batch([16], 0, 9)
     layout = make_layout(batch, 1)
