@@ -1,7 +1,7 @@
 """`peagle demo`: the whole road on the embedded verifier, measured and proved, on a laptop's CPU.
 
 The same functions as the commands, one after the other. Only the verifier and the questions are shipped: the drafter
-starts from nothing, and is measured on questions that neither of the two was trained on.
+starts from its last layers, and is measured on questions that neither of the two was trained on.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def demo(config: DemoConfig) -> int:
         ("regenerate", f"the verifier answers {config.questions} questions itself", lambda: _regenerate(config, at)),
         ("prepare", "its answers become token rows with a loss mask", lambda: _prepare(at)),
         ("extract", "its hidden states on them are stored", lambda: _extract(at)),
-        ("train", f"a drafter learns, from nothing, to draft {NUM_DEPTHS} tokens at once", lambda: _train(config, at)),
+        ("train", f"a drafter learns to draft {NUM_DEPTHS} tokens at once", lambda: _train(config, at)),
         ("evaluate", f"it is measured on {config.test_questions} questions new to both", lambda: _evaluate(config, at)),
         ("report", "everything on one page", lambda: _report(at)),
     ]
