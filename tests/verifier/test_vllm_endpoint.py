@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from peagle.data.rows import TokenRow
@@ -133,7 +134,20 @@ def test_H01_states_that_stay_short_are_refused(server: FakeServer) -> None:
 
 
 def test_H04_a_reader_never_sees_a_part_of_a_file(server: FakeServer) -> None:
-    server.write_delay_s = 0.1
+    """The server answers first; half the file lies aside until the rest is written."""
+
+    def late(fake: FakeServer, name: str, ids: list[int]) -> None:
+        aside = fake.folder / f".{name}.tmp"
+        content = safetensors.torch.save({"hidden_states": states_of(ids, 4), "token_ids": torch.tensor(ids)})
+        aside.write_bytes(content[: len(content) // 2])
+
+        def finish() -> None:
+            aside.write_bytes(content)
+            aside.rename(fake.folder / f"{name}.safetensors")
+
+        threading.Timer(0.1, finish).start()
+
+    server.write = late
     job = rows(9, 10, 11)
     found = run(source(server), job)
     for row in job:
