@@ -42,7 +42,7 @@ class DemoConfig(StageConfig):
     """Train questions that the verifier answers; more make a better drafter and a longer demo."""
     test_questions: int = Field(40, ge=1, le=100)
     """Held-out questions for the measurement."""
-    steps: int = Field(620, ge=1)
+    steps: int = Field(560, ge=1)
     """Optimizer steps."""
     seed: int = Field(0, ge=0)
     """Seed of the training."""
