@@ -164,8 +164,7 @@ class _Space:
             * (max(p.stop - p.start for p in _parts(tile)) + tile.mask.shape[1])
             for tile in tiles
         )
-        self._rooms = [q.new_empty(size) if index == 0 else None for index in range(2)]
-        self._size = size
+        self._rooms = q.new_empty(size), q.new_empty(size)
 
     def take(self, index: int, like: Tensor) -> Tensor:
         """Room as large as a block; what was there is overwritten."""
@@ -173,12 +172,7 @@ class _Space:
 
     def shaped(self, index: int, num_rows: int, num_columns: int) -> Tensor:
         """The same by size."""
-        room = self._rooms[index]
-        if room is None:
-            first = self._rooms[0]
-            assert first is not None
-            room = self._rooms[index] = torch.empty_like(first)
-        return room[: num_rows * num_columns].view(num_rows, num_columns)
+        return self._rooms[index][: num_rows * num_columns].view(num_rows, num_columns)
 
 
 def _log_sum(scores: Tensor, probs: Tensor) -> Tensor:
