@@ -44,7 +44,7 @@ ANSWER_LIMIT = 200
 HELD_BACK = 100  # training questions that only `--tune` looks at
 DEFAULT_LR = 1e-3  # of Speculators 0.9.0
 TRIED_LRS = (4e-3, 8e-3, 1.6e-2)
-BEST_LR = 8e-3
+BEST_LR = 4e-3
 SEEDS = (0, 1, 2)
 MAX_ANCHORS = 512  # its default; packs of 512 tokens never have more
 SHARE_OF_DEFAULT, SHARE_OF_TUNED = 1 / 3, 0.7
@@ -65,6 +65,8 @@ TRIED: list[dict[str, Any]] = [
     {"loss_fn": "tv"},
     {"depth_loss_decay": 0.8},
     {"num_depths": 6},
+    {"down_sample_ratio": 0.6},
+    {"down_sample_ratio": 0.8},
     {"train_embeddings": "none"},
     {"train_embeddings": "mask-token"},
     {"scheduler_type": "linear"},
@@ -335,7 +337,7 @@ class Bench:
         steps, macs, slots = self.fill(seed, budget, settings)
         save_path = self.folder / "runs" / f"ours-{steps}-{seed}"
         config = self.config(seed, steps, settings, save_path)
-        told = {name: getattr(config, name) for name in RECIPE} | {MASK_HIDDEN: changes.get(MASK_HIDDEN)}
+        told = {name: getattr(config, name) for name in RECIPE} | {MASK_HIDDEN: None} | changes
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
         save_path = save_path.with_name(f"{save_path.name}-{digest}")
         report = save_path.with_suffix(".json")

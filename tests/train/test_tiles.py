@@ -33,7 +33,7 @@ def test_causal_tiles_equal_the_definition(
 ) -> None:
     monkeypatch.setattr(tiles, "KEEP_BYTES", keep_bytes)
     monkeypatch.setattr(tiles, "PART_KEYS", part_keys)
-    monkeypatch.setattr(tiles, "tile_rows", lambda _: tile_rows)
+    monkeypatch.setattr(tiles, "TILE_ROWS", tile_rows)
     bounds = [(0, 7), (7, 8), (8, 20)]
     q, k, v = drawn(20, heads[0], 1), drawn(20, heads[1], 2), drawn(20, heads[1], 3)
     found = tiles.attend(q, (k, v), None, tiles.causal_tiles(bounds, q), None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from peagle.drafter.config import DrafterConfig
 from peagle.drafter.ops import rms_norm, swiglu
 from peagle.drafter.rope import inverse_frequencies, rotary_table, rotate
+from peagle.products import linear
 
 # attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
 #   -> [..., num_slots, num_heads * head_dim]; q and k arrive rotated.
@@ -54,6 +55,14 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class Linear(nn.Linear):
+    """PyTorch's, by the faster library."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        return linear(input, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """The projections of one layer, and the norms of queries and keys that qwen3 has."""
 
@@ -61,10 +70,10 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         bias = config.attention_bias
-        self.q_proj = nn.Linear(input_size, heads * width, bias=bias)
-        self.k_proj = nn.Linear(input_size, kv_heads * width, bias=bias)
-        self.v_proj = nn.Linear(input_size, kv_heads * width, bias=bias)
-        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=bias)
+        self.q_proj = Linear(input_size, heads * width, bias=bias)
+        self.k_proj = Linear(input_size, kv_heads * width, bias=bias)
+        self.v_proj = Linear(input_size, kv_heads * width, bias=bias)
+        self.o_proj = Linear(heads * width, config.hidden_size, bias=bias)
         self.head_dim = width
         if config.layer_type == "qwen3":
             self.q_norm: Norm | None = Norm(width, config.rms_norm_eps)
@@ -140,7 +149,7 @@ class Drafter(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.input_norm = Norm(config.aux_size, config.rms_norm_eps) if config.norm_before_fc else None
-        self.fc = nn.Linear(config.aux_size, config.hidden_size, bias=False)
+        self.fc = Linear(config.aux_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Layer(config, index == 0) for index in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)

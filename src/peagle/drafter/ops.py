@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.products import linear, product
+
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
@@ -45,9 +47,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-        gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
+        gate, up = linear(x, gate_weight), linear(x, up_weight)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
-        return F.linear(F.silu(gate).mul_(up), down_weight)
+        return linear(F.silu(gate).mul_(up), down_weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,12 +58,12 @@ class _SwiGlu(torch.autograd.Function):
         grad, x2 = grads[0].reshape(-1, size), x.reshape(-1, size)
         gate, up = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
         activated = F.silu(gate)
-        down_grad = grad.t() @ (activated * up)
-        inner = grad @ down_weight
+        down_grad = product(grad.t(), activated * up)
+        inner = product(grad, down_weight)
         up_grad = activated.mul_(inner)
         gate_grad = torch.ops.aten.silu_backward(inner.mul_(up), gate)
-        x_grad = (gate_grad @ gate_weight).addmm_(up_grad, up_weight)
-        return x_grad.reshape(x.shape), gate_grad.t() @ x2, up_grad.t() @ x2, down_grad
+        x_grad = product(gate_grad, gate_weight).add_(product(up_grad, up_weight))
+        return x_grad.reshape(x.shape), product(gate_grad.t(), x2), product(up_grad.t(), x2), down_grad
 
 
 def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:

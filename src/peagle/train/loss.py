@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from peagle.products import product
 from peagle.verifier.weights import VerifierHead
 
 LossName = Literal["kl_div", "ce", "tv"]
@@ -103,7 +104,7 @@ def head_loss(
         )
         verifier_logits = targets.head.logits(targets.normed[labels])
         known = None if targets.choices is None else targets.choices[labels]
-        logits = torch.mm(states[begin:end], weight.t(), out=space[: end - begin])
+        logits = product(states[begin:end], weight.t(), out=space[: end - begin])
         for rows, own in _pieces(counts.tolist(), max(1, piece_elements // vocab_size)):
             target = _target(verifier_logits[own], None if known is None else known[own], loss)
             within = label_of_row[rows] - own.start
@@ -112,7 +113,7 @@ def head_loss(
         if with_grad:
             assert grad is not None
             scale = row_weight[begin:end, None]
-            torch.mm(logits, weight, out=grad[begin:end])
+            product(logits, weight, out=grad[begin:end])
             grad[begin:end].mul_(scale)
             if weight_grad is not None:
                 weight_grad.addmm_((logits * scale).t(), states[begin:end])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS = 128, 512
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 512
+MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS = 128, 1024
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 1024
 DEFAULT_BUDGET_BYTES = 1 << 30
 
 

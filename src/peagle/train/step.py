@@ -229,7 +229,7 @@ def _rollout(
     attention: AttentionName,
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
-    part_slots = None if attention == "flex" else tiles.tile_rows(int(anchor[-1]))
+    part_slots = None if attention == "flex" else tiles.TILE_ROWS
     parts = _attention_parts(anchor, depth, base, batch.document_ids, part_slots)
     block = slice(parts[0][1].first, parts[-1][1].last)
 

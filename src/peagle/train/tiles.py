@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Probabilities of one call that are kept for its backward, in bytes; more are formed again, for a sixth more work.
-KEEP_BYTES = 32 << 20
+# Probabilities of one call that are kept for its backward, in bytes; more are formed again, for a sixth more work. The
+# base pass keeps as much in every layer.
+KEEP_BYTES = 64 << 20
 # Keys whose scores are held at a time: a megabyte of scores stays near the core, at any context length. Not a power of
 # two, at which reading columns of scores is a third slower.
 PART_KEYS = 1008
+# Queries of a tile: fewer waste less among themselves, more make larger matrix products. Flat between 96 and 320.
+TILE_ROWS = 160
 
 
 @dataclass(frozen=True)
@@ -81,33 +84,42 @@ class _Tiled(torch.autograd.Function):
         sinks: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         out, group, scale = torch.empty_like(q), q.shape[1] // context_k.shape[1], q.shape[-1] ** -0.5
-        kept: list[Tensor] | None = [] if any(ctx.needs_input_grad) and _bytes(q, own_k, tiles) <= KEEP_BYTES else None
-        space, log_sums = _Space(q, group, tiles), []
+        is_kept = any(ctx.needs_input_grad) and _bytes(q, own_k, tiles) <= KEEP_BYTES
+        kept: list[Tensor] = []
+        log_sums: list[Tensor] = []
+        space = _Space(q, group, tiles)
         for tile in tiles:
+            parts = _parts(tile)
             for head in range(context_k.shape[1]):
                 rows = _rows(q, tile, head, group) * scale
-                found, log_sum = None, None
-                for part in _parts(tile):
+                probs_of, found_of, log_sum_of = [], [], []
+                for part in parts:
                     scores = _scores(space, rows, context_k, own_k, tile, head, part)
-                    probs = torch.softmax(scores, -1, out=None if kept is not None else space.take(1, scores))
-                    values = probs[:, : part.stop - part.start] @ context_v[part, head]
+                    probs = torch.softmax(scores, -1, out=None if is_kept else space.take(1, scores))
+                    found = probs[:, : part.stop - part.start] @ context_v[part, head]
                     if own_v is not None and part.stop == tile.context.stop:
-                        values.addmm_(probs[:, part.stop - part.start :], own_v[tile.own, head])
-                    part_log_sum = _log_sum(scores, probs)
-                    if found is None or log_sum is None:
-                        found, log_sum = values, part_log_sum
-                    else:
-                        both = torch.logaddexp(log_sum, part_log_sum)
-                        found = found.mul_((log_sum - both).exp_()).add_(values.mul_((part_log_sum - both).exp_()))
-                        log_sum = both
-                    if kept is not None:
-                        kept.append(probs)
-                assert found is not None
-                assert log_sum is not None
+                        found.addmm_(probs[:, part.stop - part.start :], own_v[tile.own, head])
+                    probs_of.append(probs)
+                    found_of.append(found)
+                    if len(parts) > 1 or not is_kept:
+                        log_sum_of.append(_log_sum(scores, probs))
+                found = found_of[0]
+                if len(parts) > 1:
+                    # Each part was normed by itself: its share of the whole is exp(its log sum - the whole's).
+                    log_sum = torch.logsumexp(torch.stack(log_sum_of), 0)
+                    shares = [(own - log_sum).exp_() for own in log_sum_of]
+                    found = torch.stack(found_of).mul_(torch.stack(shares)).sum(0)
+                    log_sum_of = [log_sum]
+                    if is_kept:
+                        for probs, share in zip(probs_of, shares):
+                            probs.mul_(share)
+                if is_kept:
+                    kept.extend(probs_of)
+                else:
+                    log_sums.extend(log_sum_of)
                 _put(out, tile, head, group, found)
-                log_sums.append(log_sum)
-        ctx.save_for_backward(q, context_k, context_v, own_k, own_v, out, *log_sums, *(kept or ()))
-        ctx.tiles, ctx.sinks, ctx.is_kept = tiles, sinks, kept is not None
+        ctx.save_for_backward(q, context_k, context_v, own_k, own_v, out, *log_sums, *kept)
+        ctx.tiles, ctx.sinks, ctx.is_kept = tiles, sinks, is_kept
         return out
 
     @staticmethod
@@ -118,24 +130,21 @@ class _Tiled(torch.autograd.Function):
         k_grad, v_grad = ctx.sinks or (torch.zeros_like(context_k), torch.zeros_like(context_v))
         own_grads = None if own_k is None else (torch.empty_like(own_k), torch.empty_like(own_v))
         group, scale = q.shape[1] // context_k.shape[1], q.shape[-1] ** -0.5
-        num_calls = len(ctx.tiles) * context_k.shape[1]
-        log_sums, kept, space = iter(rest[:num_calls]), iter(rest[num_calls:]), _Space(q, group, ctx.tiles)
+        saved, space = iter(rest), _Space(q, group, ctx.tiles)
         for tile in ctx.tiles:
             parts = _parts(tile)
             for head in range(context_k.shape[1]):
                 rows, grad = _rows(q, tile, head, group) * scale, _rows(grads[0], tile, head, group)
                 # d loss / d scores = probs * (d loss / d probs - sum over keys of probs * d loss / d probs)
                 pull = torch.linalg.vecdot(grad, _rows(out, tile, head, group))[:, None]
-                log_sum, found = next(log_sums), torch.zeros_like(rows)
+                log_sum, found = None if ctx.is_kept else next(saved), torch.zeros_like(rows)
                 for part in parts:
                     keys, values, num_keys = context_k[part, head], context_v[part, head], part.stop - part.start
-                    if ctx.is_kept:
-                        probs = next(kept)
+                    if log_sum is None:
+                        probs = next(saved)
                     else:
                         scores = _scores(space, rows, context_k, own_k, tile, head, part)
-                        probs = torch.softmax(scores, -1, out=space.take(1, scores))
-                        if len(parts) > 1:
-                            probs.mul_((_log_sum(scores, probs) - log_sum).exp_())
+                        probs = torch.exp(scores.sub_(log_sum), out=space.take(1, scores))
                     inner = space.take(0, probs)
                     torch.mm(grad, values.t(), out=inner[:, :num_keys])
                     v_grad[part, head].addmm_(probs[:, :num_keys].t(), grad)
@@ -181,13 +190,11 @@ def _log_sum(scores: Tensor, probs: Tensor) -> Tensor:
 
 
 def _bytes(q: Tensor, own_k: Tensor | None, tiles: tuple[Tile, ...]) -> int:
-    """What the probabilities of a call take; as good as endless if a tile's keys come in several parts."""
+    """What the probabilities of a call take."""
     found = 0
     for tile in tiles:
-        num_own, num_keys = tile.own.stop - tile.own.start, tile.context.stop - tile.context.start
-        if num_keys > PART_KEYS:
-            return 1 << 62
-        found += num_own * (num_keys + (num_own if own_k is not None else 0))
+        num_own = tile.own.stop - tile.own.start
+        found += num_own * (tile.context.stop - tile.context.start + (num_own if own_k is not None else 0))
     return int(found * q.shape[1] * q.element_size())
 
 
@@ -224,11 +231,6 @@ def _scores(
     return scores
 
 
-def tile_rows(num_keys: int) -> int:
-    """Queries of a tile that sees so many keys: fewer waste less among themselves, more make larger matrix products."""
-    return 160 if num_keys <= 4096 else 320
-
-
 def causal_tiles(bounds: list[tuple[int, int]], like: Tensor) -> list[Tile]:
     """Tiles of causal attention, document by document; the keys are the context.
 
@@ -236,12 +238,10 @@ def causal_tiles(bounds: list[tuple[int, int]], like: Tensor) -> list[Tile]:
         bounds: range of rows of each document, covering all of them.
         like: masks are made in its dtype.
     """
-    longest = max(tile_rows(last - first) for first, last in bounds)
-    triangle = torch.full((longest, longest), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+    triangle = torch.full((TILE_ROWS, TILE_ROWS), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
     tiles = []
     for first, last in bounds:
-        step = tile_rows(last - first)
-        for begin in range(first, last, step):
-            end = min(begin + step, last)
+        for begin in range(first, last, TILE_ROWS):
+            end = min(begin + TILE_ROWS, last)
             tiles.append(Tile(slice(begin, end), slice(first, end), triangle[: end - begin, : end - begin]))
     return tiles

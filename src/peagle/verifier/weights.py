@@ -10,10 +10,10 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle.errors import VerifierError
+from peagle.products import linear
 from peagle.verifier.facts import VerifierFacts
 from peagle.verifier.tensor_files import TensorFiles
 
@@ -74,7 +74,7 @@ class VerifierHead:
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits over the rows of `weight`, [..., vocab_size], scaled and soft-capped as the verifier's own."""
-        logits = F.linear(normed, self.weight)
+        logits = linear(normed, self.weight)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:
