@@ -116,7 +116,7 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
     finally:
         engines.close()
     if "rate" not in asked.skip:
-        figures |= vllm_rate.extract_rate_ratio(verifier, vllm_states.mixed_rows(400, vocab_size, 600, 2), work, 5)
+        figures |= vllm_rate.extract_rate_ratio(verifier, vocab_size, work)
         done("rate")
     return {**figures, "seconds": seconds}
 

@@ -8,6 +8,7 @@ its file is gone.
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import sys
 import time
@@ -27,16 +28,19 @@ from peagle.verifier.vllm_launch import ServerCommand, start, stop, wait_ready
 from peagle.verifier.vllm_parallel import in_parallel
 
 OPTIONS = ("--no-enable-prefix-caching",)
-CONCURRENCY, PORTION = 32, 200
+CONCURRENCY = 32
+ROWS, LENGTHS, PORTION, ROUNDS = 128, (100, 1000), 64, 5  # tokens of a row: what conversations have
 POLICY = RetryPolicy(300.0, 3, 60.0)
 Run = Callable[[Sequence[list[int]]], None]
 
 
-def extract_rate_ratio(verifier: Path, rows: Sequence[list[int]], work: Path, rounds: int) -> dict[str, Any]:
+def extract_rate_ratio(verifier: Path, vocab_size: int, work: Path) -> dict[str, Any]:
     """Tokens per second of extraction over those of plain prefill: median over portions of rows, asked for by turns.
 
     Portions of some seconds, because other programs on the machine come and go: both sides of a pair meet the same.
     """
+    rng = random.Random(2)
+    rows = [[rng.randrange(3, vocab_size) for _ in range(rng.randint(*LENGTHS))] for _ in range(ROWS)]
     shared = work / "shared"
     extracting = ["launch-vllm", str(verifier), "--hidden-states-path", str(shared), "--", *OPTIONS]
     portions = [rows[i : i + PORTION] for i in range(0, len(rows), PORTION)]
@@ -47,7 +51,7 @@ def extract_rate_ratio(verifier: Path, rows: Sequence[list[int]], work: Path, ro
         extraction(verifier, extract_url, shared) as extract,
         prefill(plain_url) as plain,
     ):
-        for _ in range(rounds + 1):
+        for _ in range(ROUNDS + 1):
             for portion in portions:
                 turns = {"extract": extract, "prefill": plain}
                 seconds = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from peagle.errors import EndpointError
@@ -38,6 +39,18 @@ def test_files_appear_whole_and_say_their_layers(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_library_reads_what_the_writer_wrote(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"hidden_states": torch.randn(5, 4, 6).to(dtype), "token_ids": torch.arange(5)}
+    writer_module.write_safetensors(tensors, str(tmp_path / "ours"), {"layer_ids": "[2, 4]"})
+    found = load_file(tmp_path / "ours")
+    assert {name: (t.dtype, t.tolist()) for name, t in found.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in tensors.items()
+    }
+    with safe_open(tmp_path / "ours", "pt") as opened:
+        assert opened.metadata() == {"layer_ids": "[2, 4]"}
+
+
 @pytest.mark.parametrize("name", ["../a", "a/b", "", ".a", "a.b", "-a", "a" * 129, "a\n", "ä", "a\x00"])
 def test_unsafe_names_are_refused(name: str) -> None:
     assert SAFE_NAME.match(name) is None
@@ -53,7 +66,7 @@ def test_a_failed_write_leaves_a_note_and_is_reported(tmp_path: Path, monkeypatc
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer_module, "save_file", full)
+    monkeypatch.setattr(writer_module, "write_safetensors", full)
     made = writer(tmp_path / "shared" / "in-flight")
     submit(made, "a", torch.zeros(2, 4, 8))
     made.close()
@@ -66,7 +79,7 @@ def test_a_failed_write_leaves_a_note_and_is_reported(tmp_path: Path, monkeypatc
 
 def test_a_discarded_file_never_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
-    save = writer_module.save_file
+    save = writer_module.write_safetensors
 
     def slow(*args: object, **kwargs: object) -> None:
         held.wait(5)
@@ -77,7 +90,7 @@ def test_a_discarded_file_never_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     while not (tmp_path / "before.safetensors").exists():
         time.sleep(0.01)
     made.discard("before")
-    monkeypatch.setattr(writer_module, "save_file", slow)
+    monkeypatch.setattr(writer_module, "write_safetensors", slow)
     submit(made, "queued", torch.zeros(2, 4, 8))
     made.discard("queued")
     made.discard("never heard of")

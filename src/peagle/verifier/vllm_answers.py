@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from peagle.errors import EndpointError
@@ -67,7 +68,8 @@ def split_layers(hidden_states: Tensor, order: list[int]) -> tuple[Tensor, Tenso
         aux = hidden_states[:, first : first + len(aux_places)]
     else:
         aux = hidden_states[:, aux_places]
-    return aux.reshape(aux.shape[0], -1).clone(), hidden_states[:, order[-1]].clone()
+    # One copy each, into memory of their own: what was served may be mapped from a file.
+    return aux.clone(memory_format=torch.contiguous_format).flatten(1), hidden_states[:, order[-1]].clone()
 
 
 def choices(answer: dict[str, Any], num_tokens: int) -> tuple[list[int], list[int]]:

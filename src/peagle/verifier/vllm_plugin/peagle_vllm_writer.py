@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}\Z")
 """No dot, no slash: a name cannot leave the folder, hide, or collide with the suffixes below."""
@@ -83,7 +82,7 @@ class StatesWriter:
             if copied is not None:
                 copied.synchronize()
             tensors = {"hidden_states": rows, "token_ids": torch.tensor(token_ids, dtype=torch.int64)}
-            save_file(tensors, temporary, metadata=self._metadata)
+            write_safetensors(tensors, temporary, self._metadata)
             with self._lock:  # a discard comes before this, or finds the finished file
                 self._queued.discard(name)
                 if name in self._discarded:
@@ -107,6 +106,33 @@ class StatesWriter:
         # carries the reason by another way.
         with contextlib.suppress(OSError), open(f"{path}.error", "w", encoding="utf-8") as note:
             note.write(reason)
+
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+
+
+def write_safetensors(tensors: dict[str, torch.Tensor], path: str, metadata: dict[str, str]) -> None:
+    """What `safetensors.torch.save_file` writes. That one holds the interpreter's lock while it writes, and the engine,
+    whose thread waits for that lock, stands still: 0.3 ms for each 0.6 MB against 0.1 ms.
+
+    Args:
+        tensors: contiguous, in host memory.
+        path: a file that may be written over.
+        metadata: goes into the header.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # numbers begin at a multiple of eight
+    with open(path, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            if tensor.numel():
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
 
 
 class ByteBudget:
