@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peagle.cli.main import main
+from peagle.data import Conversation
 from peagle.errors import EndpointError
 from peagle.verifier.answers import Answered, Prompt
 from peagle.verifier.generation import GenerationSettings
@@ -216,3 +218,63 @@ def test_a_part_of_an_answer_that_the_server_dropped_is_asked_for_again(server: 
     server.fault = lambda fake, number, payload: (200, cut)
     with pytest.raises(EndpointError, match="ended one answer early 4 times"):
         run(source(server, settings()), [Prompt("a", [1], 0)])
+
+
+def as_chat(payload: dict[str, Any]) -> dict[str, Any]:
+    """What a chat server answers: it renders messages as their lengths; its parsers leave half of the answer out."""
+    rendered = [len(message["content"]) for message in payload["messages"]] + [9] * len(payload.get("tools", ()))
+    ids = [5, 6, 2] if payload["stop_token_ids"] else [7]
+    choice = {"message": {"content": "half"}, "token_ids": ids, "finish_reason": "tool_calls"}
+    return {"prompt_token_ids": rendered, "choices": [choice]}
+
+
+def test_chats_are_rendered_by_the_server_and_kept_as_it_says(server: FakeServer) -> None:
+    server.chats = as_chat
+    generation = settings(tail_tokens=2)
+    made = EndpointAnswers(
+        facts("verifier"), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
+    )
+    messages = ({"role": "system", "content": "sys"}, {"role": "user", "content": "hello"})
+    tools = ({"type": "function", "function": {"name": "f"}},)
+    asked = Conversation("a", "x", "x", 1, messages, tools, {"enable_thinking": False}, (), ())
+    found = run(made, [Prompt("a", [1, 1], 3, asked)])["a"]
+    assert isinstance(found, Answered)
+    assert found.prompt_ids == [3, 5, 9]
+    assert found.generation.ids == [5, 6, 2]  # the parsers' word is not asked
+    assert found.generation.finish_reason == "stop"
+    chat, tail = server.requests
+    assert chat["messages"] == list(messages)
+    assert (chat["tools"], chat["tool_choice"]) == (list(tools), "none")
+    assert chat["chat_template_kwargs"] == {"enable_thinking": False}
+    assert (chat["stop_token_ids"], chat["ignore_eos"], chat["repetition_penalty"]) == ([2], True, 1.0)
+    assert tail["prompt"] == [3, 5, 9, 5, 6, 2]  # goes on where the server's own prompt and answer end
+    assert len(found.generation.tail_ids) == 2
+
+
+def test_a_chat_server_that_does_not_say_what_it_rendered_is_refused(server: FakeServer) -> None:
+    server.chats = lambda payload: {"choices": as_chat(payload)["choices"]}
+    made = EndpointAnswers(
+        facts("verifier"), settings(), AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
+    )
+    asked = Conversation("a", "x", "x", 1, ({"role": "user", "content": "hello"},), (), {}, (), ())
+    with pytest.raises(EndpointError, match="hold no token ids"):
+        run(made, [Prompt("a", [1], 0, asked)])
+
+
+def test_regenerate_chat_keeps_what_the_server_rendered(server: FakeServer, tmp_path: Path) -> None:
+    server.chats = as_chat
+    verifier = tiny_verifier(tmp_path / "verifier")
+    data, output = tmp_path / "data.jsonl", tmp_path / "answers.jsonl"
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "?"}]
+    data.write_text(json.dumps({"id": "q", "messages": [*turns, {"role": "user", "content": "again"}]}) + "\n")
+    arguments = ["regenerate", "--model", str(verifier), "--data", str(data), "--output", str(output)]
+    assert main([*arguments, "--chat"]) == 2  # it asks a server, and none is named
+    assert main([*arguments, "--chat", "--endpoint", server.url]) == 0
+    first, second = (json.loads(line) for line in output.read_text().splitlines())
+    assert first["input_ids"] == [3, 5, 6, 2]
+    assert first["loss_mask"] == [0, 1, 1, 1]
+    assert [request["messages"][-1]["content"] for request in server.requests] == ["one", "again"]
+    said = server.requests[1]["messages"][1]
+    assert said["role"] == "assistant"
+    assert second["input_ids"][-3:] == [5, 6, 2]
+    assert main([*arguments, "--endpoint", server.url]) == 2  # token ids make other answers: not mixed into one file

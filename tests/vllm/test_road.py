@@ -100,6 +100,7 @@ def road(verifier: Path, work: Path) -> Iterator[Road]:
         said["survived extract status"] = str(extracting.returncode)
         said["resumed regenerate"] = must(*regenerate, "--output", work / "answers.jsonl")
         must(*regenerate, "--output", work / "undisturbed.jsonl")
+        must(*regenerate, "--output", work / "chats.jsonl", "--chat")
         must(*extract, "--output", work / "undisturbed")
         yield Road(work, verifier, servers.url, said)
     finally:
@@ -119,6 +120,12 @@ def test_killed_and_undisturbed_answers_are_the_same(road: Road) -> None:
     assert [record["id"] for record in once] == [record["id"] for record in again]
     assert len(once) == PROMPTS
     assert once == again
+
+
+def test_chats_that_the_server_renders_are_the_prompts_that_we_render(road: Road) -> None:
+    chats = records(road.work / "chats.jsonl")
+    assert len(chats) == PROMPTS
+    assert chats == records(road.work / "undisturbed.jsonl")
 
 
 def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(road: Road) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
+from peagle.data import Conversation
 from peagle.verifier.generation import Generation, GenerationSettings
 from peagle.verifier.source import RowRefused
 from peagle.verifier.transformers import TransformersVerifier
@@ -20,6 +21,8 @@ class Prompt:
     input_ids: list[int]
     seed: int
     """For sampling; a function of the run's seed and the row's id."""
+    conversation: Conversation | None = None
+    """What was rendered, for servers that render it themselves."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Answered:
 
     row_id: str
     generation: Generation
+    prompt_ids: list[int] | None = None
+    """What the server rendered; None if the prompt's own ids were sent."""
 
 
 class AnswerSource(Protocol):

@@ -165,7 +165,9 @@ def _answer(
 ) -> None:
     by_id = {task.row_id: task for task in tasks}
     wanted = {row_id for row_id in by_id if row_id not in file.records}
-    prompts = [Prompt(task.row_id, task.prompt_ids, _seed(config.seed, task.row_id)) for task in tasks]
+    prompts = [
+        Prompt(task.row_id, task.prompt_ids, _seed(config.seed, task.row_id), task.conversation) for task in tasks
+    ]
     label = "regenerate" if turn == 1 else f"regenerate turn {turn}"
     started_s = time.monotonic()
     tokens = 0
@@ -179,7 +181,8 @@ def _answer(
                 continue
             generation = found.generation
             text = reply_text(tokenizer, generation.ids, settings.eos_ids)
-            file.add(answer_record(task.row_id, task.conversation, task.prompt_ids, generation, text))
+            prompt_ids = found.prompt_ids or task.prompt_ids
+            file.add(answer_record(task.row_id, task.conversation, prompt_ids, generation, text))
             outcome.written += 1
             outcome.cut += generation.finish_reason == "length"
             tokens += len(generation.ids) + len(generation.tail_ids)
@@ -226,6 +229,7 @@ def _identity(
         "template_sha256": hashlib.sha256(template_text(tokenizer).encode()).hexdigest(),
         "dtype": config.dtype,
         "seed": config.seed,
+        **({"rendered_by": "server"} if config.chat else {}),
         **json.loads(json.dumps(asdict(settings))),
     }
 
@@ -239,9 +243,11 @@ def _open(
 
         policy = RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s)
         endpoints = AnswerEndpoints(
-            config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy
+            config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy, config.chat
         )
         source = EndpointAnswers(facts, settings, endpoints)
+        if config.chat:
+            return source
         with contextlib.suppress(UnusableRow):  # said later, with its line
             source.compare_template(first, render_prompt(tokenizer, first))
         return source

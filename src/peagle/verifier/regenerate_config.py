@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from peagle.config import StageConfig
 
@@ -52,6 +52,9 @@ class RegenerateConfig(StageConfig):
     """Start anew where the output holds answers that were made otherwise."""
     endpoint: tuple[str, ...] = Field((), json_schema_extra=_SERVER)
     """Address of a vLLM server of this verifier, such as http://localhost:8000/v1; may be repeated."""
+    chat: bool = Field(False, json_schema_extra=_SERVER)
+    """Send chats (/v1/chat/completions), which the server renders with its own template, rather than token ids; the ids
+    that it rendered are what is kept."""
     concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
     """Requests under way at once."""
     request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
@@ -71,3 +74,9 @@ class RegenerateConfig(StageConfig):
         if output.suffix != ".jsonl":
             raise ValueError("expected a file name ending in .jsonl")
         return output
+
+    @model_validator(mode="after")
+    def _has_server(self) -> RegenerateConfig:
+        if self.chat and not self.endpoint:
+            raise ValueError("--chat asks a server: give its address with --endpoint")
+        return self

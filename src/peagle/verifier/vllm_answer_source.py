@@ -1,7 +1,8 @@
 """On-policy answers from served verifiers, for `peagle regenerate --endpoint`.
 
-Prompts go as the token ids that the model's own template gave, and answers come back as ids: nothing is tokenized
-twice, and reasoning, tool calls and end tokens stay as the verifier wrote them.
+Prompts go as the token ids that the model's own template gave, or, if asked, as chats that the server renders and says
+how. Answers come back as ids either way: nothing is tokenized twice, and reasoning, tool calls and end tokens stay as
+the verifier wrote them, whatever the server's parsers make of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from peagle.data import Conversation
 from peagle.errors import EndpointError
@@ -38,6 +39,8 @@ class AnswerEndpoints:
     """Name under which the verifier is served, if not its own; None: its own."""
     concurrency: int
     policy: RetryPolicy
+    is_chat: bool = False
+    """Send chats, which the server renders with its own template, rather than token ids."""
 
 
 class EndpointAnswers:
@@ -54,7 +57,7 @@ class EndpointAnswers:
 
     def __init__(self, facts: VerifierFacts, generation: GenerationSettings, endpoints: AnswerEndpoints) -> None:
         self._generation, self._concurrency = generation, endpoints.concurrency
-        self._max_retries = endpoints.policy.max_retries
+        self._max_retries, self._is_chat = endpoints.policy.max_retries, endpoints.is_chat
         made = [Endpoint(url, endpoints.api_key, endpoints.policy, endpoints.concurrency) for url in endpoints.urls]
         self._pool = EndpointPool(made, endpoints.policy)
         try:
@@ -99,13 +102,8 @@ class EndpointAnswers:
             conversation: ends with a user's turn.
             prompt_ids: what the template in use here makes of it.
         """
-        asked: dict[str, Any] = {"messages": list(conversation.messages)}
-        if conversation.tools:
-            asked["tools"] = list(conversation.tools)
-        if conversation.template_options:
-            asked["chat_template_kwargs"] = conversation.template_options
         for endpoint in self.endpoints:
-            found = endpoint.chat_ids(asked)
+            found = endpoint.chat_ids(_chat(conversation))
             if found is None:
                 logger.debug("%s: does not tell how it renders a chat", endpoint.root_url)
             elif found != prompt_ids:
@@ -123,22 +121,35 @@ class EndpointAnswers:
 
     def _answer(self, prompt: Prompt) -> Answered | RowRefused:
         settings = self._generation
-        left = self._max_tokens - len(prompt.input_ids)
+        count = min(settings.max_new_tokens, self._max_tokens - len(prompt.input_ids))
+        rendered: list[int] | None = None
         try:
-            ids, reason = self._complete(prompt.input_ids, min(settings.max_new_tokens, left), prompt.seed, True)
+            if self._is_chat:
+                assert prompt.conversation is not None, "a chat is asked for by its conversation"
+                chat = _chat(prompt.conversation)
+                if "tools" in chat:
+                    # "auto", the servers' default, is refused where no tool parser was set up, and bends answers where
+                    # one was. The template shows the tools all the same.
+                    chat["tool_choice"] = "none"
+                said = self._ask("/v1/chat/completions", chat, count, prompt.seed, True)
+                rendered = said.prompt_ids
+            else:
+                said = self._ask("/v1/completions", {"prompt": prompt.input_ids}, count, prompt.seed, True)
+            ids, context = said.ids, rendered or prompt.input_ids
             tail: list[int] = []
-            room = min(settings.tail_tokens, left - len(ids))
+            room = min(settings.tail_tokens, self._max_tokens - len(context) - len(ids))
             if room > 0:
-                tail, _ = self._complete([*prompt.input_ids, *ids], room, prompt.seed + 1, False)
+                asked = {"prompt": [*context, *ids]}
+                tail = self._ask("/v1/completions", asked, room, prompt.seed + 1, False).ids
         except RowRefusedError as error:
             return RowRefused(prompt.row_id, "refused by the server", str(error))
-        return Answered(prompt.row_id, Generation(ids, "stop" if reason == "stop" else "length", tail))
+        return Answered(prompt.row_id, Generation(ids, said.reason, tail), rendered)
 
-    def _complete(self, ids: list[int], max_tokens: int, seed: int, stops: bool) -> tuple[list[int], str]:
+    def _ask(self, path: str, asked: dict[str, Any], max_tokens: int, seed: int, stops: bool) -> _Said:
         """Generated ids, the end token included, and why they ended."""
         settings = self._generation
         payload: dict[str, Any] = {
-            "prompt": ids,
+            **asked,
             "max_tokens": max_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p if settings.temperature > 0 else 1.0,
@@ -156,7 +167,7 @@ class EndpointAnswers:
         if settings.temperature > 0:
             payload["seed"] = seed
         for _ in range(self._max_retries + 1):
-            answer = self._pool.post("/v1/completions", payload)
+            answer = self._pool.post(path, payload)
             try:
                 choice = answer.body["choices"][0]
                 found, reason = choice["token_ids"], str(choice["finish_reason"])
@@ -165,7 +176,29 @@ class EndpointAnswers:
             if reason in ("abort", "error"):  # a server that stops, or drops a request: a part is no answer
                 self._pool.count_retry()
                 continue
-            if not isinstance(found, list) or not found:
+            prompt_ids = answer.body.get("prompt_token_ids") if "messages" in asked else []
+            if not isinstance(found, list) or not found or not isinstance(prompt_ids, list):
                 raise EndpointError(f"{answer.url}: its answers hold no token ids; peagle needs vLLM 0.10.2 or newer")
-            return [int(i) for i in found], reason
+            ended: Literal["stop", "length"] = "length" if reason == "length" else "stop"
+            return _Said([int(i) for i in found], ended, [int(i) for i in prompt_ids])
         raise EndpointError(f"{answer.url}: ended one answer early {self._max_retries + 1} times; see the server's log")
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What came back for one request."""
+
+    ids: list[int]
+    reason: Literal["stop", "length"]
+    prompt_ids: list[int]
+    """Of a chat, what the server rendered."""
+
+
+def _chat(conversation: Conversation) -> dict[str, Any]:
+    """A conversation as a chat server takes it."""
+    asked: dict[str, Any] = {"messages": list(conversation.messages)}
+    if conversation.tools:
+        asked["tools"] = list(conversation.tools)
+    if conversation.template_options:
+        asked["chat_template_kwargs"] = conversation.template_options
+    return asked
