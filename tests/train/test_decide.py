@@ -122,6 +122,11 @@ def test_rows_without_states_are_refused_or_skipped_as_told(files, tmp_path):
     assert len(decision.train) + len(decision.held_out) == 24
 
 
+def test_an_endpoint_that_nobody_will_ask_is_named(files, tmp_path):
+    decision = decide(files.config(tmp_path, endpoint=("http://127.0.0.1:1",)))
+    assert any("http://127.0.0.1:1 is not asked" in warning for warning in decision.warnings)
+
+
 def test_data_that_was_prepared_again_in_another_way_is_refused(files, tmp_path):
     import datasets
 

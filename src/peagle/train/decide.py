@@ -122,6 +122,11 @@ def decide(config: TrainConfig) -> Decision:
     drafter = _shape(config, facts, spec, source, None if vocab.is_full else vocab.size, mask.id)
     train_ids, held_out_ids = split(first_by_hash(list(rows.extents), config.max_samples), config.train_data_ratio)
     warnings = [mask.warning] if mask.warning else []
+    if config.endpoint and not config.asks_verifier:
+        warnings.append(
+            f"--endpoint {config.endpoint[0]} is not asked: --hidden-states {config.hidden_states} reads the store; "
+            "online and hybrid ask a server"
+        )
     if not vocab.is_full:
         left_out = vocab.mass_left_out(prepared.frequencies)
         logger.info("draft vocabulary: %d of %d tokens, %.2f %% of the supervised ones left out",
