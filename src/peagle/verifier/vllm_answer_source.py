@@ -131,23 +131,22 @@ class EndpointAnswers:
                     # "auto", the servers' default, is refused where no tool parser was set up, and bends answers where
                     # one was. The template shows the tools all the same.
                     chat["tool_choice"] = "none"
-                said = self._ask("/v1/chat/completions", chat, count, prompt.seed, True)
+                said = self._ask(chat, count, prompt.seed, True)
                 rendered = said.prompt_ids
             else:
-                said = self._ask("/v1/completions", {"prompt": prompt.input_ids}, count, prompt.seed, True)
+                said = self._ask({"prompt": prompt.input_ids}, count, prompt.seed, True)
             ids, context = said.ids, rendered or prompt.input_ids
             tail: list[int] = []
             room = min(settings.tail_tokens, self._max_tokens - len(context) - len(ids))
             if room > 0:
-                asked = {"prompt": [*context, *ids]}
-                tail = self._ask("/v1/completions", asked, room, prompt.seed + 1, False).ids
+                tail = self._ask({"prompt": [*context, *ids]}, room, prompt.seed + 1, False).ids
         except RowRefusedError as error:
             return RowRefused(prompt.row_id, "refused by the server", str(error))
         return Answered(prompt.row_id, Generation(ids, said.reason, tail), rendered)
 
-    def _ask(self, path: str, asked: dict[str, Any], max_tokens: int, seed: int, stops: bool) -> _Said:
-        """Generated ids, the end token included, and why they ended."""
-        settings = self._generation
+    def _ask(self, asked: dict[str, Any], max_tokens: int, seed: int, stops: bool) -> _Said:
+        """Generated ids, the end token included, and why they ended; for a chat ("messages") or ids ("prompt")."""
+        settings, is_chat = self._generation, "messages" in asked
         payload: dict[str, Any] = {
             **asked,
             "max_tokens": max_tokens,
@@ -167,7 +166,7 @@ class EndpointAnswers:
         if settings.temperature > 0:
             payload["seed"] = seed
         for _ in range(self._max_retries + 1):
-            answer = self._pool.post(path, payload)
+            answer = self._pool.post("/v1/chat/completions" if is_chat else "/v1/completions", payload)
             try:
                 choice = answer.body["choices"][0]
                 found, reason = choice["token_ids"], str(choice["finish_reason"])
@@ -176,10 +175,11 @@ class EndpointAnswers:
             if reason in ("abort", "error"):  # a server that stops, or drops a request: a part is no answer
                 self._pool.count_retry()
                 continue
-            prompt_ids = answer.body.get("prompt_token_ids") if "messages" in asked else []
+            prompt_ids = answer.body.get("prompt_token_ids") if is_chat else []
             if not isinstance(found, list) or not found or not isinstance(prompt_ids, list):
                 raise EndpointError(f"{answer.url}: its answers hold no token ids; peagle needs vLLM 0.10.2 or newer")
-            ended: Literal["stop", "length"] = "length" if reason == "length" else "stop"
+            # "tool_calls" is what a tool parser calls an end of its own kind; any other reason is a cut.
+            ended: Literal["stop", "length"] = "stop" if reason in ("stop", "tool_calls") else "length"
             return _Said([int(i) for i in found], ended, [int(i) for i in prompt_ids])
         raise EndpointError(f"{answer.url}: ended one answer early {self._max_retries + 1} times; see the server's log")
 
