@@ -10,12 +10,14 @@ forward and backward, at 1,024 to 8,192 keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from peagle import native
+from peagle.native import Tile
 
 # Probabilities of one call that are kept for its backward, in bytes; more are formed again, for a sixth more work. The
 # base pass keeps as much in every layer.
@@ -25,19 +27,6 @@ KEEP_BYTES = 64 << 20
 PART_KEYS = 1008
 # Queries of a tile: fewer waste less among themselves, more make larger matrix products. Flat between 96 and 320.
 TILE_ROWS = 160
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries that are solved together, and what they see."""
-
-    own: slice
-    """The queries, and with own keys those too."""
-    context: slice
-    """The context keys that some of them see."""
-    mask: Tensor
-    """0 where seen, -inf where not, over the LAST columns only, own keys included: the others are seen by all.
-    [num_own, num_masked]"""
 
 
 def fits(q: Tensor) -> bool:
@@ -67,11 +56,44 @@ def attend(
         [num_queries, heads * head_dim]
     """
     own_k, own_v = own if own is not None else (None, None)
-    out: Tensor = _Tiled.apply(q, *context, own_k, own_v, tuple(tiles), sinks)
+    solve = _Native if native.does_attention(q, q.shape[-1]) else _Tiled
+    out: Tensor = solve.apply(q, *context, own_k, own_v, tuple(tiles), sinks)
     return out.flatten(1)
 
 
+class _Native(torch.autograd.Function):
+    """By our own kernel, which keeps no probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        context_k: Tensor,
+        context_v: Tensor,
+        own_k: Tensor | None,
+        own_v: Tensor | None,
+        tiles: tuple[Tile, ...],
+        sinks: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        out, log_sum = native.attention_forward(q, native.Seen(context_k, context_v, own_k, own_v), tiles)
+        ctx.save_for_backward(q, context_k, context_v, own_k, own_v, out, log_sum)
+        ctx.tiles, ctx.sinks = tiles, sinks
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, context_k, context_v, own_k, own_v, out, log_sum = ctx.saved_tensors
+        k_grad, v_grad = ctx.sinks or (torch.zeros_like(context_k), torch.zeros_like(context_v))
+        own_grads = (None, None) if own_k is None else (torch.empty_like(own_k), torch.empty_like(own_v))
+        seen, found = native.Seen(context_k, context_v, own_k, own_v), native.Seen(k_grad, v_grad, *own_grads)
+        q_grad = native.attention_backward(q, seen, ctx.tiles, out, log_sum, grads[0], found)
+        return q_grad, *((None, None) if ctx.sinks is not None else (k_grad, v_grad)), *own_grads, None, None
+
+
 class _Tiled(torch.autograd.Function):
+    """By the matrix products of PyTorch's library."""
+
     @staticmethod
     def forward(
         ctx: Any,

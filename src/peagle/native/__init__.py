@@ -1,0 +1,307 @@
+"""Float32 matrix products and attention in C, for x86 processors with AVX-512 (`kernels.c`): built with the package.
+
+PyTorch's library keeps its AVX-512 kernels for Intel's processors, and none has attention with a backward that is not
+several products and as many passes over the scores. Where the kernels were not built, the processor lacks AVX-512 or
+`PEAGLE_NATIVE=0` is set, `is_available()` is False and callers do without.
+
+Work is shared by as many Python threads as PyTorch has (the calls let go of Python's lock), so that the numbers do not
+depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SWITCH = "PEAGLE_NATIVE"
+_PANEL, _ROWS = 64, 7  # of kernels.c
+# Fewer multiply-adds than this are not worth a second thread.
+_WORTH_SHARING = 1 << 22
+_size = ctypes.c_ssize_t
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("row", _size), ("head", _size))
+
+
+class _Tile(ctypes.Structure):
+    _fields_ = (
+        *((name, _size) for name in "own_first own_last context_first context_last masked mask_row".split()),
+        ("mask", ctypes.c_void_p),
+    )
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, _Tensor) for name in "q k v own_k own_v out grad".split()),
+        *((name, _Tensor) for name in "q_grad k_grad v_grad own_k_grad own_v_grad".split()),
+        ("log_sum", ctypes.c_void_p),
+        ("tiles", ctypes.POINTER(_Tile)),
+        *((name, _size) for name in "num_tiles num_queries group head_dim first_head last_head".split()),
+        ("scale", ctypes.c_float),
+        ("room", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries that are solved together, and what they see."""
+
+    own: slice
+    """The queries, and with own keys those too."""
+    context: slice
+    """The context keys that some of them see."""
+    mask: Tensor
+    """0 where seen, -inf where not, over the LAST columns only, own keys included: the others are seen by all.
+    [num_own, num_masked]"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Keys and values, or their gradients: those of the context, and the queries' own (or None)."""
+
+    k: Tensor
+    """[num_keys, kv_heads, head_dim]"""
+    v: Tensor
+    own_k: Tensor | None
+    """[num_queries, kv_heads, head_dim]"""
+    own_v: Tensor | None
+
+
+def is_available() -> bool:
+    """Whether the kernels were built and this processor runs them."""
+    return _library() is not None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec(f"{__name__}._kernels")
+    if os.environ.get(_SWITCH) == "0" or spec is None or spec.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(spec.origin)
+    except OSError:  # built for another machine
+        return None
+    if not library.peagle_supported():
+        return None
+    pointer = ctypes.c_void_p
+    library.peagle_product.argtypes = (
+        *(pointer, _size),
+        *(pointer, _size, _size, pointer, _size, _size),
+        *(_size, _size, _size, pointer),
+    )
+    library.peagle_product.restype = None
+    library.peagle_attention.argtypes = (ctypes.POINTER(_Attention), _size, _size, ctypes.c_int)
+    library.peagle_attention.restype = None
+    library.peagle_attention_room.argtypes = (_size, _size, _size, ctypes.c_int)
+    library.peagle_product_room.restype = library.peagle_attention_room.restype = _size
+    return library
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    assert library is not None, "ask is_available() first"
+    return library
+
+
+# -------------------- products
+
+
+def does_product(a: Tensor, b: Tensor) -> bool:
+    """Whether `product` takes these: float32 in memory, and rows enough to be worth packing `b`."""
+    return (
+        a.dtype == b.dtype == torch.float32
+        and a.device.type == b.device.type == "cpu"
+        and a.dim() == b.dim() == 2
+        and a.shape[0] >= 32
+        and is_available()
+    )
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b without a graph.
+
+    Args:
+        a: [rows, inner], any strides.
+        b: [inner, columns], any strides.
+        out: written if given, [rows, columns], columns next to each other.
+    """
+    (num_rows, inner), num_columns = a.shape, b.shape[1]
+    if out is None:
+        out = a.new_empty(num_rows, num_columns)
+    assert b.shape[0] == inner
+    assert out.shape == (num_rows, num_columns)
+    assert out.stride(1) == 1 or num_columns == 1
+
+    def part(rows: slice, columns: slice) -> None:
+        some_a, some_b, into = a[rows], b[:, columns], out[rows, columns]
+        _loaded().peagle_product(
+            *(into.data_ptr(), into.stride(0)),
+            *(some_a.data_ptr(), *some_a.stride(), some_b.data_ptr(), *some_b.stride()),
+            *(into.shape[0], into.shape[1], inner, _product_room()),
+        )
+
+    threads = torch.get_num_threads() if num_rows * inner * num_columns >= _WORTH_SHARING else 1
+    whole = slice(0, num_rows), slice(0, num_columns)
+    if num_columns >= threads * _PANEL:
+        _share([functools.partial(part, whole[0], some) for some in _cuts(num_columns, _PANEL, threads)])
+    else:
+        _share([functools.partial(part, some, whole[1]) for some in _cuts(num_rows, _ROWS, threads)])
+    return out
+
+
+_rooms = threading.local()
+
+
+def _product_room() -> int:
+    """Room for packed panels, one for each thread: fresh pages would cost as much as what is written to them."""
+    if not hasattr(_rooms, "product"):
+        _rooms.product = torch.empty(_loaded().peagle_product_room(), dtype=torch.float32)
+    found: int = _rooms.product.data_ptr()
+    return found
+
+
+# -------------------- attention
+
+
+def does_attention(q: Tensor, head_dim: int) -> bool:
+    """Whether `attention` takes such queries: float32 in memory, heads of whole panels."""
+    return q.dtype == torch.float32 and q.device.type == "cpu" and head_dim % _PANEL == 0 and is_available()
+
+
+def attention_forward(q: Tensor, seen: Seen, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
+    """Attention of queries to context keys, and to their own.
+
+    Args:
+        q: [num_queries, heads, head_dim].
+        seen: keys and values.
+        tiles: in order, covering the queries.
+
+    Returns:
+        Its output, shaped like `q`, and the logarithm of each query's sum of exp(scores), [heads, num_queries].
+    """
+    q, seen = _dense(q), _dense_seen(seen)
+    out, log_sum = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
+    _attend(q, seen, tiles, out, log_sum, None, None, None)
+    return out, log_sum
+
+
+def attention_backward(
+    q: Tensor, seen: Seen, tiles: Sequence[Tile], out: Tensor, log_sum: Tensor, grad: Tensor, grads: Seen
+) -> Tensor:
+    """The gradients of `attention_forward`.
+
+    Args:
+        q, seen, tiles: as given to the forward.
+        out, log_sum: what it returned.
+        grad: of `out`.
+        grads: of the context's keys and values, which are added to, and of the own ones, which are written.
+
+    Returns:
+        The gradient of `q`.
+    """
+    q, seen, grad = _dense(q), _dense_seen(seen), _dense(grad)
+    q_grad = torch.empty_like(q)
+    _attend(q, seen, tiles, out, log_sum, grad, q_grad, grads)
+    return q_grad
+
+
+def _attend(
+    q: Tensor,
+    seen: Seen,
+    tiles: Sequence[Tile],
+    out: Tensor,
+    log_sum: Tensor,
+    grad: Tensor | None,
+    q_grad: Tensor | None,
+    grads: Seen | None,
+) -> None:
+    library, (num_queries, heads, head_dim), kv_heads = _loaded(), q.shape, seen.k.shape[1]
+    masks = [tile.mask if tile.mask.stride(-1) == 1 else tile.mask.contiguous() for tile in tiles]
+    laid = (_Tile * len(tiles))(
+        *(
+            _Tile(
+                *(tile.own.start, tile.own.stop, tile.context.start, tile.context.stop),
+                *(mask.shape[1], mask.stride(0), mask.data_ptr()),
+            )
+            for tile, mask in zip(tiles, masks)
+        )
+    )
+    most_rows = max(tile.own.stop - tile.own.start for tile in tiles)
+    last_of: dict[int, int] = {}
+    for tile in tiles:
+        last_of[tile.context.start] = max(last_of.get(tile.context.start, 0), tile.context.stop)
+    most_keys = max(last - first for first, last in last_of.items())
+    tensors = (q, seen.k, seen.v, seen.own_k, seen.own_v, out, grad, q_grad)
+    tensors += (None,) * 4 if grads is None else (grads.k, grads.v, grads.own_k, grads.own_v)
+    is_backward = grads is not None
+    room_size = library.peagle_attention_room(most_rows, most_keys, head_dim, is_backward)
+
+    def part(own_heads: slice) -> None:
+        room = q.new_empty(room_size)
+        call = _Attention(
+            *(_given(tensor) for tensor in tensors),
+            log_sum.data_ptr(),
+            laid,
+            *(len(tiles), num_queries, heads // kv_heads, head_dim, own_heads.start, own_heads.stop),
+            head_dim**-0.5,
+            room.data_ptr(),
+        )
+        library.peagle_attention(call, most_rows, most_keys, is_backward)
+
+    _share([functools.partial(part, some) for some in _cuts(kv_heads, 1, torch.get_num_threads())])
+
+
+def _given(x: Tensor | None) -> _Tensor:
+    return _Tensor(None, 0, 0) if x is None else _Tensor(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With the numbers of a head next to each other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _dense_seen(seen: Seen) -> Seen:
+    own = (None if x is None else _dense(x) for x in (seen.own_k, seen.own_v))
+    return Seen(_dense(seen.k), _dense(seen.v), *own)
+
+
+# -------------------- threads
+
+
+def _cuts(length: int, unit: int, most: int) -> list[slice]:
+    """At most so many ranges of whole units, covering `length`."""
+    units = -(-length // unit)
+    count = max(1, min(most, units))
+    ends = [min(length, -(-units * (place + 1) // count) * unit) for place in range(count)]
+    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends)]
+
+
+def _share(parts: list[Callable[[], None]]) -> None:
+    """Run all, the first in this thread."""
+    waiting = [_pool().submit(one) for one in parts[1:]]
+    try:
+        parts[0]()
+    finally:  # what they write to must outlive them
+        for one in waiting:
+            one.exception()
+    for one in waiting:
+        one.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="peagle-native")
+
+
+# A forked process has none of its parent's threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
