@@ -83,10 +83,12 @@ def our_worker(options: argparse.Namespace) -> None:
     from peagle.drafter import Drafter, DrafterConfig
     from peagle.products import product
     from peagle.states.batch import Batch
+    from peagle.train.memory import keep_pages
     from peagle.train.step import StepSettings, num_supervised, train_step
     from peagle.verifier.weights import VerifierHead
 
     torch.set_num_threads(1)
+    keep_pages()  # as training does
     sizes = SIZES
     torch.manual_seed(0)
     drafter = Drafter(drafter_config(DrafterConfig, options, sizes))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle import native
 from peagle.products import linear, product
 
 
@@ -49,7 +50,8 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
         gate, up = linear(x, gate_weight), linear(x, up_weight)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
-        return linear(F.silu(gate).mul_(up), down_weight)
+        hidden = native.swiglu(gate, up) if native.does_elements(gate, up) else F.silu(gate).mul_(up)
+        return linear(hidden, down_weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,11 +59,15 @@ class _SwiGlu(torch.autograd.Function):
         size = x.shape[-1]
         grad, x2 = grads[0].reshape(-1, size), x.reshape(-1, size)
         gate, up = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
-        activated = F.silu(gate)
-        down_grad = product(grad.t(), activated * up)
         inner = product(grad, down_weight)
-        up_grad = activated.mul_(inner)
-        gate_grad = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+        if native.does_elements(gate, up, inner):
+            hidden, gate_grad, up_grad = native.swiglu_backward(gate, up, inner)
+        else:
+            activated = F.silu(gate)
+            hidden = activated * up
+            up_grad = activated.mul_(inner)
+            gate_grad = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+        down_grad = product(grad.t(), hidden)
         x_grad = product(gate_grad, gate_weight).add_(product(up_grad, up_weight))
         return x_grad.reshape(x.shape), product(gate_grad.t(), x2), product(up_grad.t(), x2), down_grad
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 _SWITCH = "PEAGLE_NATIVE"
-_PANEL, _ROWS = 64, 7  # of kernels.c
+_PANEL, _ROWS = 64, 112  # PANEL and STRIP of kernels.c
 # Fewer multiply-adds than this are not worth a second thread.
 _WORTH_SHARING = 1 << 22
 _size = ctypes.c_ssize_t
@@ -36,7 +36,7 @@ class _Tensor(ctypes.Structure):
 class _Tile(ctypes.Structure):
     _fields_ = (
         *((name, _size) for name in "own_first own_last context_first context_last masked mask_row".split()),
-        ("mask", ctypes.c_void_p),
+        *(("mask", ctypes.c_void_p), ("places", _size), ("place", ctypes.c_void_p)),
     )
 
 
@@ -63,6 +63,9 @@ class Tile:
     mask: Tensor
     """0 where seen, -inf where not, over the LAST columns only, own keys included: the others are seen by all.
     [num_own, num_masked]"""
+    place: Tensor | None = None
+    """Queries of one place are equal, and all come from one tensor: which of them gets their gradient is left open.
+    From 0 on, int32, [num_own]. None: all differ."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,13 @@ def _library() -> ctypes.CDLL | None:
         *(_size, _size, _size, pointer),
     )
     library.peagle_product.restype = None
+    library.peagle_swiglu.argtypes = (pointer, pointer, pointer, _size)
+    library.peagle_swiglu_backward.argtypes = (*(pointer,) * 5, _size)
+    library.peagle_softmax.argtypes = (
+        *(pointer, _size, _size, _size, pointer, _size, pointer),
+        *(ctypes.c_int, pointer, pointer, pointer, pointer),
+    )
+    library.peagle_swiglu.restype = library.peagle_swiglu_backward.restype = library.peagle_softmax.restype = None
     library.peagle_attention.argtypes = (ctypes.POINTER(_Attention), _size, _size, ctypes.c_int)
     library.peagle_attention.restype = None
     library.peagle_attention_room.argtypes = (_size, _size, _size, ctypes.c_int)
@@ -170,6 +180,91 @@ def _product_room() -> int:
     return found
 
 
+# -------------------- elementwise
+
+
+def does_elements(*tensors: Tensor) -> bool:
+    """Whether `swiglu` and `softmax` take these: float32 in memory, one number after the other."""
+    return is_available() and all(
+        x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors
+    )
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, without a graph."""
+    out = torch.empty_like(gate)
+
+    def part(some: slice) -> None:
+        of = [x.view(-1)[some] for x in (gate, up, out)]
+        _loaded().peagle_swiglu(*(x.data_ptr() for x in of), of[0].numel())
+
+    _share_elements(part, gate.numel())
+    return out
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """silu(gate) * up once more, and the gradients of `gate` and `up`, from that of the former.
+
+    Args:
+        gate, up: as given to `swiglu`.
+        grad: of what it returned; overwritten.
+    """
+    hidden, up_grad = torch.empty_like(gate), torch.empty_like(gate)
+
+    def part(some: slice) -> None:
+        of = [x.view(-1)[some] for x in (gate, up, grad, hidden, up_grad)]
+        _loaded().peagle_swiglu_backward(*(x.data_ptr() for x in of), of[0].numel())
+
+    _share_elements(part, gate.numel())
+    return hidden, grad, up_grad
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What is known of rows of logits."""
+
+    best: Tensor
+    """The largest, [num_rows]."""
+    log_sum: Tensor
+    """log(sum(exp(logits))), [num_rows]."""
+    dot: Tensor
+    """Sum of logits times their wanted distribution, or times their own, [num_rows]."""
+    choice: Tensor | None
+    """Place of the largest, int64, [num_rows]; not looked for where there is a wanted distribution."""
+
+
+def softmax(logits: Tensor, wanted: Tensor | None, label_of_row: Tensor | None, is_written: bool) -> Softmax:
+    """Softmax of rows, with what a loss asks of it, in three passes over a row while it is in a core's cache.
+
+    Args:
+        logits: [num_rows, vocab_size]; with `is_written` softmax(logits) stands there afterwards, less the wanted
+            distribution.
+        wanted: distributions, [num_labels, vocab_size]; None if there are none.
+        label_of_row: each row's own, int64, [num_rows].
+        is_written: whether `logits` is written.
+    """
+    (num_rows, vocab_size), labels = logits.shape, None if label_of_row is None else label_of_row.contiguous()
+    best, log_sum, dot = (logits.new_empty(num_rows) for _ in range(3))
+    choice = logits.new_empty(num_rows, dtype=torch.int64) if wanted is None else None
+
+    def part(some: slice) -> None:
+        of = [None if x is None else x[some].data_ptr() for x in (logits, labels, best, log_sum, dot, choice)]
+        _loaded().peagle_softmax(
+            *(of[0], vocab_size, some.stop - some.start, vocab_size),
+            *((None, 0) if wanted is None else (wanted.data_ptr(), wanted.stride(0))),
+            *(of[1], is_written, *of[2:]),
+        )
+
+    threads = torch.get_num_threads() if logits.numel() >= _WORTH_SHARING >> 6 else 1
+    _share([functools.partial(part, some) for some in _cuts(num_rows, 1, threads)])
+    return Softmax(best, log_sum, dot, choice)
+
+
+def _share_elements(part: Callable[[slice], None], length: int) -> None:
+    threads = torch.get_num_threads() if length >= _WORTH_SHARING >> 6 else 1
+    _share([functools.partial(part, some) for some in _cuts(length, 1024, threads)])
+
+
 # -------------------- attention
 
 
@@ -232,6 +327,7 @@ def _attend(
             _Tile(
                 *(tile.own.start, tile.own.stop, tile.context.start, tile.context.stop),
                 *(mask.shape[1], mask.stride(0), mask.data_ptr()),
+                *((0, None) if tile.place is None else (int(tile.place.max()) + 1, tile.place.data_ptr())),
             )
             for tile, mask in zip(tiles, masks)
         )

@@ -112,35 +112,173 @@ static AVX512 void pack(float *panel, const float *b, size row, size col, size k
         for (size j = 0; j < PANEL; j++) panel[i * PANEL + j] = j < n ? b[i * row + j * col] : 0.0f;
 }
 
-#define DEEP 512 /* rows of B packed at once: a panel is 128 KB */
-#define WIDE 256 /* columns of B packed at once, so that a row of A is read from the nearest cache for four panels */
-#define PRODUCT_ROOM (DEEP * WIDE + ROWS * PANEL)
+/* Rows and columns of B that are packed at once: half a megabyte of the second-level cache. Where A's columns are
+ * contiguous, as in a weight's gradient, rows of A would share places of the caches: so a strip of it is packed too,
+ * and more columns of B share that. */
+#define DEEP 512
+#define WIDE 256
+#define STRIP 112
+#define STRIP_DEEP 384
+#define STRIP_WIDE 512
+#define PRODUCT_ROOM (STRIP_DEEP * STRIP_WIDE + STRIP_DEEP * STRIP + ROWS * PANEL)
+
+/* Part of a product: c[m, wide] (+)= a[m, deep] times packed panels. The last panel may be wider than c: it goes by edge. */
+static AVX512 void strip_product(float *c, size c_row, const float *a, size a_row, size a_col, const float *panels, size m,
+                                 size wide, size deep, int add, float *edge) {
+    for (size i = 0; i < m; i += ROWS) {
+        const size rows = m - i < ROWS ? m - i : ROWS;
+        const float *from = a + i * a_row;
+        for (size j = 0; j < wide; j += PANEL) {
+            float *to = c + i * c_row + j;
+            if (wide - j >= PANEL) {
+                multiply(to, c_row, from, a_row, a_col, panels + j * deep, rows, deep, add);
+                continue;
+            }
+            multiply(edge, PANEL, from, a_row, a_col, panels + j * deep, rows, deep, 0);
+            for (size r = 0; r < rows; r++)
+                for (size l = 0; l < wide - j; l++)
+                    to[r * c_row + l] = edge[r * PANEL + l] + (add ? to[r * c_row + l] : 0.0f);
+        }
+    }
+}
+
+/* to[deep][STRIP] = a[m, deep], m <= STRIP. */
+static AVX512 void pack_strip(float *to, const float *a, size a_row, size a_col, size m, size deep) {
+    for (size l = 0; l < deep; l++, to += STRIP, a += a_col)
+        if (a_row == 1 && m == STRIP)
+            for (size r = 0; r < STRIP; r += LANES) store(to + r, load(a + r));
+        else
+            for (size r = 0; r < m; r++) to[r] = a[r * a_row];
+}
 
 /* c[m, n] = a[m, k] b[k, n], each with its own strides, c's columns next to each other. room: PRODUCT_ROOM floats. */
 AVX512 void peagle_product(float *c, size c_row, const float *a, size a_row, size a_col, const float *b, size b_row,
                            size b_col, size m, size n, size k, float *room) {
-    float *edge = room + DEEP * WIDE;
-    for (size left = 0; left < n; left += WIDE)
-        for (size top = 0; top < k; top += DEEP) {
-            const size deep = k - top < DEEP ? k - top : DEEP, wide = n - left < WIDE ? n - left : WIDE;
+    const int by_strip = a_col != 1;
+    const size most_deep = by_strip ? STRIP_DEEP : DEEP, most_wide = by_strip ? STRIP_WIDE : WIDE;
+    const size pieces = (k + most_deep - 1) / most_deep, step = (k + pieces - 1) / pieces;
+    float *strip = room + STRIP_DEEP * STRIP_WIDE, *edge = strip + STRIP_DEEP * STRIP;
+    for (size left = 0; left < n; left += most_wide)
+        for (size top = 0; top < k; top += step) {
+            const size deep = k - top < step ? k - top : step, wide = n - left < most_wide ? n - left : most_wide;
+            const float *from = a + top * a_col;
             for (size j = 0; j < wide; j += PANEL)
                 pack(room + j * deep, b + top * b_row + (left + j) * b_col, b_row, b_col, deep, wide - j);
-            for (size i = 0; i < m; i += ROWS) {
-                const size rows = m - i < ROWS ? m - i : ROWS;
-                const float *from = a + i * a_row + top * a_col;
-                for (size j = 0; j < wide; j += PANEL) {
-                    float *to = c + i * c_row + left + j;
-                    if (wide - j >= PANEL) {
-                        multiply(to, c_row, from, a_row, a_col, room + j * deep, rows, deep, top > 0);
-                        continue;
-                    }
-                    multiply(edge, PANEL, from, a_row, a_col, room + j * deep, rows, deep, 0);
-                    for (size r = 0; r < rows; r++)
-                        for (size l = 0; l < wide - j; l++)
-                            to[r * c_row + l] = edge[r * PANEL + l] + (top > 0 ? to[r * c_row + l] : 0.0f);
-                }
+            if (!by_strip) {
+                strip_product(c + left, c_row, from, a_row, 1, room, m, wide, deep, top > 0, edge);
+                continue;
+            }
+            for (size i = 0; i < m; i += STRIP) {
+                const size rows = m - i < STRIP ? m - i : STRIP;
+                pack_strip(strip, from + i * a_row, a_row, a_col, rows, deep);
+                strip_product(c + i * c_row + left, c_row, strip, 1, STRIP, room, rows, wide, deep, top > 0, edge);
             }
         }
+}
+
+/* ---------- elementwise ---------- */
+
+/* exp(x) for x <= 80, within 2 units in the last place; 0 below -87. */
+INLINE vec exponential(vec x) {
+    const vec shift = all(12582912.0f);
+    vec t = x * all(1.44269504f) + shift, n = t - shift;
+    vec r = x - n * all(0.693145752f);
+    r = r - n * all(1.42860677e-6f);
+    vec p = all(1.98756915e-4f);
+    p = p * r + all(1.39819995e-3f);
+    p = p * r + all(8.33345191e-3f);
+    p = p * r + all(4.16657959e-2f);
+    p = p * r + all(1.66666655e-1f);
+    p = p * r + all(0.5f);
+    p = p * (r * r) + r + all(1.0f);
+    ivec exponent = (ivec)t << 23;
+    return pick(x < all(-87.0f), (vec){0}, (vec)((ivec)p + exponent)); /* NaN stays */
+}
+
+INLINE float sum_of(vec x) {
+    float found = 0;
+    for (int i = 0; i < LANES; i++) found += x[i];
+    return found;
+}
+
+INLINE float largest_of(vec x) {
+    float found = x[0];
+    for (int i = 1; i < LANES; i++) found = found > x[i] ? found : x[i];
+    return found;
+}
+
+/* 1 / (1 + exp(-x)) */
+INLINE vec sigmoid(vec x) {
+    const vec t = exponential(pick(x > (vec){0}, -x, x)), one = all(1.0f);
+    return pick(x > (vec){0}, one, t) / (one + t);
+}
+
+INLINE vec load_some(const float *p, size n) {
+    vec found = {0};
+    for (size i = 0; i < n; i++) found[i] = p[i];
+    return found;
+}
+
+INLINE void store_some(float *p, vec x, size n) {
+    for (size i = 0; i < n; i++) p[i] = x[i];
+}
+
+/* For each vector's worth of n numbers at i: READ(pointer) and WRITE(pointer, x) touch no more than there are. */
+#define READ(p) (n - i >= LANES ? load((p) + i) : load_some((p) + i, n - i))
+#define WRITE(p, x) (n - i >= LANES ? store((p) + i, x) : store_some((p) + i, x, n - i))
+
+/* out = silu(gate) * up */
+AVX512 void peagle_swiglu(const float *gate, const float *up, float *out, size n) {
+    for (size i = 0; i < n; i += LANES) {
+        const vec g = READ(gate);
+        WRITE(out, g * sigmoid(g) * READ(up));
+    }
+}
+
+/* hidden = silu(gate) * up once more; from d loss / d hidden in `grad`: up_grad, and gate's in place of `grad`. */
+AVX512 void peagle_swiglu_backward(const float *gate, const float *up, float *grad, float *hidden, float *up_grad, size n) {
+    for (size i = 0; i < n; i += LANES) {
+        const vec g = READ(gate), u = READ(up), d = READ(grad), s = sigmoid(g), silu = g * s;
+        WRITE(hidden, silu * u);
+        WRITE(up_grad, silu * d);
+        WRITE(grad, d * u * (s + silu * (all(1.0f) - s)));
+    }
+}
+
+/* Rows of logits x, [m, n]: best, the largest; log_sum of the sum of exp(x); choice, the first place of the largest.
+ * With `wanted` (row label[r] of it, a distribution): dot = sum x wanted, and x becomes softmax(x) - wanted. Without:
+ * dot = sum x softmax(x), and x becomes softmax(x). x stays as it is unless `is_written`. */
+AVX512 void peagle_softmax(float *x, size x_row, size m, size n, const float *wanted, size wanted_row,
+                           const long long *label, int is_written, float *best, float *log_sum, float *dot,
+                           long long *choice) {
+    for (size r = 0; r < m; r++, x += x_row) {
+        const float *want = wanted ? wanted + label[r] * wanted_row : NULL;
+        vec top[4] = {all(x[0]), all(x[0]), all(x[0]), all(x[0])}, sum[2] = {0}, product[2] = {0};
+        size i = 0;
+        for (; i + 4 * LANES <= n; i += 4 * LANES)
+            for (int j = 0; j < 4; j++) top[j] = larger(load(x + i + j * LANES), top[j]);
+        float most = largest_of(larger(larger(top[0], top[1]), larger(top[2], top[3])));
+        for (; i < n; i++) most = most > x[i] ? most : x[i];
+        if (choice) {
+            for (i = 0; i < n && !(x[i] >= most);) i++;
+            choice[r] = i < n ? i : 0;
+        }
+        for (i = 0; i < n; i += LANES) {
+            const vec one = READ(x);
+            vec p = exponential(one - all(most));
+            if (n - i < LANES)
+                for (size j = n - i; j < LANES; j++) p[j] = 0;
+            sum[i / LANES % 2] += p;
+            product[i / LANES % 2] += one * (want ? READ(want) : p);
+            if (is_written) WRITE(x, p);
+        }
+        const float total = sum_of(sum[0] + sum[1]), share = 1.0f / total;
+        best[r] = most;
+        log_sum[r] = most + __builtin_logf(total);
+        dot[r] = sum_of(product[0] + product[1]) * (want ? 1.0f : share);
+        if (!is_written) continue;
+        for (i = 0; i < n; i += LANES) WRITE(x, want ? READ(x) * share - READ(want) : READ(x) * share);
+    }
 }
 
 /* ---------- attention ---------- */
@@ -157,10 +295,13 @@ typedef struct {
 } Tensor;
 
 /* Queries that are solved together: rows own_first to own_last see the context's keys context_first to context_last and
- * (with own keys) themselves; mask, [rows, masked], is added to the last columns. */
+ * (with own keys) themselves; mask, [rows, masked], is added to the last columns. Where place is given, queries of one
+ * place are equal, 0 <= place < places: keys that no mask touches are then met once for each place. */
 typedef struct {
     size own_first, own_last, context_first, context_last, masked, mask_row;
     const float *mask;
+    size places;
+    const int *place;
 } Tile;
 
 /* One call. Own keys may be missing (data is NULL). Heads first_head to last_head of the keys are done. */
@@ -173,35 +314,6 @@ typedef struct {
     float scale;
     float *room;
 } Attention;
-
-/* exp(x) for x <= 0 or a little above, within 2 units in the last place; 0 below -87. */
-INLINE vec exponential(vec x) {
-    const vec shift = all(12582912.0f);
-    vec t = x * all(1.44269504f) + shift, n = t - shift;
-    vec r = x - n * all(0.693145752f);
-    r = r - n * all(1.42860677e-6f);
-    vec p = all(1.98756915e-4f);
-    p = p * r + all(1.39819995e-3f);
-    p = p * r + all(8.33345191e-3f);
-    p = p * r + all(4.16657959e-2f);
-    p = p * r + all(1.66666655e-1f);
-    p = p * r + all(0.5f);
-    p = p * (r * r) + r + all(1.0f);
-    ivec exponent = (ivec)t << 23;
-    return pick(x > all(-87.0f), (vec)((ivec)p + exponent), (vec){0});
-}
-
-INLINE float sum_of(vec x) {
-    float found = 0;
-    for (int i = 0; i < LANES; i++) found += x[i];
-    return found;
-}
-
-INLINE float largest_of(vec x) {
-    float found = x[0];
-    for (int i = 1; i < LANES; i++) found = found > x[i] ? found : x[i];
-    return found;
-}
 
 INLINE size rounded(size n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
@@ -219,8 +331,9 @@ static AVX512 void pack_along(float *to, Tensor x, size head, size first, size l
 /* A run of keys of one head as the loops below see it. */
 typedef struct {
     const float *k_across, *k_along, *v_across, *v_along;
-    size start, stop, held; /* start, stop: keys to see; held: keys that were packed */
-    size column;            /* which column of all scores the first of them is */
+    size start, stop; /* keys to see */
+    size held;        /* keys that were packed */
+    size column;      /* which column of all scores the first of them is */
 } Keys;
 
 /* scores[rows, n] of one block: queries (or gradients) times keys (or values) of columns at to at + n. */
@@ -245,20 +358,32 @@ INLINE void gather(float *to, Tensor x, size head, size first, size last, size d
         for (size j = 0; j < d; j += LANES) store(to + j, load(x.data + i * x.row + head * x.head + j) * factor);
 }
 
-static AVX512 void forward_run(const Attention *call, const Tile *tile, const Keys *keys, const float *rows, float *scores,
-                               float *found, float *top, float *total, size num_columns) {
-    const size d = call->d, num_rows = tile->own_last - tile->own_first;
+/* The queries of a tile, or the distinct ones among them. */
+typedef struct {
+    size num_rows;
+    float *rows, *found;             /* scaled queries; sums of values, or the queries' gradients: [num_rows, d] */
+    float *top, *total;              /* forward: largest score so far, sum of exp(score - that) */
+    float *log_sum, *pull;           /* backward: log of the sum of exp(score); see below */
+    float *grads;                    /* of the output, [num_rows, d] */
+    float *rows_along, *grads_along; /* rows and grads in panels, [d / 64][num_rows][64] */
+} Queries;
+
+static AVX512 void forward_run(const Attention *call, const Tile *tile, const Queries *of, const Keys *keys, float *scores,
+                               size num_columns) {
+    const size d = call->d;
     for (size at = keys->start; at < keys->stop; at += BLOCK) {
         const size n = keys->stop - at < BLOCK ? keys->stop - at : BLOCK, column = keys->column + at - keys->start;
-        for (size i = 0; i < num_rows; i += GROUP) {
-            const size here = num_rows - i < GROUP ? num_rows - i : GROUP;
-            scores_of(scores, rows + i * d, keys->k_across, at, n, here, d);
+        for (size i = 0; i < of->num_rows; i += GROUP) {
+            const size here = of->num_rows - i < GROUP ? of->num_rows - i : GROUP;
+            float *found = of->found + i * d;
+            scores_of(scores, of->rows + i * d, keys->k_across, at, n, here, d);
             hide(scores, tile, i, here, column, n, num_columns);
             for (size r = 0; r < here; r++) {
                 float *row = scores + r * SCORES;
-                vec most = all(top[i + r]), sum = {0};
+                const float before = of->top[i + r];
+                vec most = all(before), sum = {0};
                 for (size j = 0; j < rounded(n); j += LANES) most = larger(load(row + j), most);
-                const float before = top[i + r], now = largest_of(most);
+                const float now = largest_of(most);
                 for (size j = 0; j < rounded(n); j += LANES) {
                     const vec p = exponential(load(row + j) - all(now));
                     store(row + j, p);
@@ -266,54 +391,81 @@ static AVX512 void forward_run(const Attention *call, const Tile *tile, const Ke
                 }
                 if (now > before) {
                     const float fade = exponential(all(before - now))[0];
-                    total[i + r] *= fade;
-                    for (size j = 0; j < d; j += LANES)
-                        store(found + (i + r) * d + j, load(found + (i + r) * d + j) * fade);
-                    top[i + r] = now;
+                    of->total[i + r] *= fade;
+                    for (size j = 0; j < d; j += LANES) store(found + r * d + j, load(found + r * d + j) * fade);
+                    of->top[i + r] = now;
                 }
-                total[i + r] += sum_of(sum);
+                of->total[i + r] += sum_of(sum);
             }
             for (size j = 0; j < d; j += PANEL)
-                multiply(found + i * d + j, d, scores, SCORES, 1, keys->v_along + (j / PANEL * keys->held + at) * PANEL,
-                         here, n, 1);
+                multiply(found + j, d, scores, SCORES, 1, keys->v_along + (j / PANEL * keys->held + at) * PANEL, here, n, 1);
         }
     }
 }
 
-static AVX512 void backward_run(const Attention *call, const Tile *tile, const Keys *keys, size head, size query_head,
-                                const float *rows, const float *grads, const float *rows_along,
-                                const float *grads_along, const float *pull, float *probs, float *inner, float *found,
-                                size num_columns, int is_own) {
-    const size d = call->d, num_rows = tile->own_last - tile->own_first;
-    const float *log_sum = call->log_sum + query_head * call->num_queries + tile->own_first;
-    const Tensor k_grad = is_own ? call->own_k_grad : call->k_grad, v_grad = is_own ? call->own_v_grad : call->v_grad;
-    const size base = is_own ? tile->own_first : tile->context_first - keys->start;
+/* Gradients of one run of keys. Those of keys and values go to k_grad and v_grad, from row `base` on. */
+static AVX512 void backward_run(const Attention *call, const Tile *tile, const Queries *of, const Keys *keys, size head,
+                                Tensor k_grad, Tensor v_grad, size base, int add, float *probs, float *inner,
+                                size num_columns) {
+    const size d = call->d;
     for (size at = keys->start; at < keys->stop; at += BLOCK) {
         const size n = keys->stop - at < BLOCK ? keys->stop - at : BLOCK, column = keys->column + at - keys->start;
-        for (size i = 0; i < num_rows; i += GROUP) {
-            const size here = num_rows - i < GROUP ? num_rows - i : GROUP;
+        for (size i = 0; i < of->num_rows; i += GROUP) {
+            const size here = of->num_rows - i < GROUP ? of->num_rows - i : GROUP;
             float *p = probs + i * SCORES, *g = inner + i * SCORES;
-            scores_of(p, rows + i * d, keys->k_across, at, n, here, d);
+            scores_of(p, of->rows + i * d, keys->k_across, at, n, here, d);
             hide(p, tile, i, here, column, n, num_columns);
-            scores_of(g, grads + i * d, keys->v_across, at, n, here, d);
+            scores_of(g, of->grads + i * d, keys->v_across, at, n, here, d);
             for (size r = 0; r < here; r++)
                 for (size j = 0; j < rounded(n); j += LANES) {
-                    const vec one = exponential(load(p + r * SCORES + j) - all(log_sum[i + r]));
+                    const vec one = exponential(load(p + r * SCORES + j) - all(of->log_sum[i + r]));
                     store(p + r * SCORES + j, one);
-                    store(g + r * SCORES + j, one * (load(g + r * SCORES + j) - all(pull[i + r])));
+                    store(g + r * SCORES + j, one * (load(g + r * SCORES + j) - all(of->pull[i + r])));
                 }
             for (size j = 0; j < d; j += PANEL)
-                multiply(found + i * d + j, d, g, SCORES, 1, keys->k_along + (j / PANEL * keys->held + at) * PANEL, here,
-                         n, 1);
+                multiply(of->found + i * d + j, d, g, SCORES, 1, keys->k_along + (j / PANEL * keys->held + at) * PANEL,
+                         here, n, 1);
         }
-        /* The first query head of a group writes the gradients of own keys, the others add. */
-        const int add = !is_own || query_head % call->group > 0;
         for (size j = 0; j < d; j += PANEL) {
             float *to_k = (float *)k_grad.data + (base + at) * k_grad.row + head * k_grad.head + j;
             float *to_v = (float *)v_grad.data + (base + at) * v_grad.row + head * v_grad.head + j;
-            multiply(to_k, k_grad.row, inner, 1, SCORES, rows_along + j * num_rows, n, num_rows, add);
-            multiply(to_v, v_grad.row, probs, 1, SCORES, grads_along + j * num_rows, n, num_rows, add);
+            multiply(to_k, k_grad.row, inner, 1, SCORES, of->rows_along + j * of->num_rows, n, of->num_rows, add);
+            multiply(to_v, v_grad.row, probs, 1, SCORES, of->grads_along + j * of->num_rows, n, of->num_rows, add);
         }
+    }
+}
+
+static AVX512 void along(const Queries *of, size d) {
+    for (size j = 0; j < d; j += PANEL) {
+        pack(of->rows_along + j * of->num_rows, of->rows + j, d, 1, of->num_rows, PANEL);
+        pack(of->grads_along + j * of->num_rows, of->grads + j, d, 1, of->num_rows, PANEL);
+    }
+}
+
+static AVX512 void clear(float *x, size n, float to) {
+    for (size i = 0; i < n; i++) x[i] = to;
+}
+
+/* The distinct queries of a tile. Backward: rows of one place have the same scores s and differ in their log_sum l and
+ * gradient g, so that with m their smallest l and w = exp(m - l) they act as one row whose probabilities are exp(s - m),
+ * whose gradient is the sum of w g, and whose pull the sum of w pull. */
+static AVX512 void distinct(const Tile *tile, const Queries *from, const Queries *to, size d, int is_backward) {
+    for (size r = 0; r < from->num_rows; r++)
+        for (size j = 0; j < d; j += LANES) store(to->rows + tile->place[r] * d + j, load(from->rows + r * d + j));
+    if (!is_backward) return;
+    clear(to->log_sum, to->num_rows, -LOWEST);
+    clear(to->pull, to->num_rows, 0);
+    clear(to->grads, to->num_rows * d, 0);
+    for (size r = 0; r < from->num_rows; r++) {
+        float *least = to->log_sum + tile->place[r];
+        if (from->log_sum[r] < *least) *least = from->log_sum[r];
+    }
+    for (size r = 0; r < from->num_rows; r++) {
+        const size u = tile->place[r];
+        const float share = exponential(all(to->log_sum[u] - from->log_sum[r]))[0];
+        to->pull[u] += share * from->pull[r];
+        for (size j = 0; j < d; j += LANES)
+            store(to->grads + u * d + j, load(to->grads + u * d + j) + share * load(from->grads + r * d + j));
     }
 }
 
@@ -323,89 +475,136 @@ static AVX512 float *put(float **room, size n) {
     return found;
 }
 
+static AVX512 Queries queries(float **room, size most_rows, size d, int is_backward) {
+    Queries found = {0};
+    found.rows = put(room, most_rows * d), found.found = put(room, most_rows * d);
+    if (!is_backward) {
+        found.top = put(room, most_rows), found.total = put(room, most_rows);
+        return found;
+    }
+    found.log_sum = put(room, most_rows), found.pull = put(room, most_rows), found.grads = put(room, most_rows * d);
+    found.rows_along = put(room, most_rows * d), found.grads_along = put(room, most_rows * d);
+    return found;
+}
+
 /* Floats of room that a call needs: most_rows of a tile, most_keys of a run of context. */
 AVX512 size peagle_attention_room(size most_rows, size most_keys, size d, int is_backward) {
-    const size keys = rounded(most_keys) * d, own = rounded(most_rows) * d;
-    if (!is_backward) return 2 * keys + 2 * own + GROUP * SCORES + 2 * most_rows * (d + 1) + 16 * LANES;
-    return 3 * keys + 3 * own + 2 * most_rows * SCORES + most_rows * (5 * d + 1) + 16 * LANES;
+    const size keys = rounded(most_keys) * d, own = rounded(most_rows) * d, spare = 32 * LANES;
+    if (!is_backward) return 2 * keys + 2 * own + GROUP * SCORES + 4 * most_rows * (d + 1) + spare;
+    return 3 * keys + 3 * own + 2 * most_rows * SCORES + 2 * most_rows * (5 * d + 2) + spare;
+}
+
+static AVX512 void forward_tile(const Attention *call, const Tile *tile, size q, Queries *of, Queries *few,
+                                const Keys *context, const Keys *own, size apart, float *scores) {
+    const size d = call->d, num_columns = context->stop + (own ? of->num_rows : 0);
+    Keys rest = *context;
+    clear(of->found, of->num_rows * d, 0), clear(of->top, of->num_rows, LOWEST), clear(of->total, of->num_rows, 0);
+    if (apart > 0) {
+        Keys shared = *context;
+        shared.stop = rest.start = rest.column = apart;
+        distinct(tile, of, few, d, 0);
+        clear(few->found, few->num_rows * d, 0), clear(few->top, few->num_rows, LOWEST);
+        clear(few->total, few->num_rows, 0);
+        forward_run(call, tile, few, &shared, scores, num_columns);
+        for (size r = 0; r < of->num_rows; r++) {
+            const size u = tile->place[r];
+            of->top[r] = few->top[u], of->total[r] = few->total[u];
+            for (size j = 0; j < d; j += LANES) store(of->found + r * d + j, load(few->found + u * d + j));
+        }
+    }
+    forward_run(call, tile, of, &rest, scores, num_columns);
+    if (own) forward_run(call, tile, of, own, scores, num_columns);
+    for (size i = 0; i < of->num_rows; i++) {
+        float *to = (float *)call->out.data + (tile->own_first + i) * call->out.row + q * call->out.head;
+        const float share = 1.0f / of->total[i];
+        for (size j = 0; j < d; j += LANES) store(to + j, load(of->found + i * d + j) * share);
+        call->log_sum[q * call->num_queries + tile->own_first + i] = of->top[i] + __builtin_logf(of->total[i]);
+    }
+}
+
+static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q, Queries *of, Queries *few,
+                                 const Keys *context, const Keys *own, size apart, float *probs, float *inner) {
+    const size d = call->d, head = q / call->group, num_columns = context->stop + (own ? of->num_rows : 0);
+    const size base = tile->context_first;
+    Keys rest = *context;
+    gather(of->grads, call->grad, q, tile->own_first, tile->own_last, d, 1.0f);
+    clear(of->found, of->num_rows * d, 0);
+    /* d loss / d scores = probs * (d loss / d probs - pull), pull = sum over keys of probs * d loss / d probs */
+    for (size i = 0; i < of->num_rows; i++) {
+        const float *out = call->out.data + (tile->own_first + i) * call->out.row + q * call->out.head;
+        vec sum = {0};
+        for (size j = 0; j < d; j += LANES) sum += load(of->grads + i * d + j) * load(out + j);
+        of->pull[i] = sum_of(sum);
+        of->log_sum[i] = call->log_sum[q * call->num_queries + tile->own_first + i];
+    }
+    if (apart > 0) {
+        Keys shared = *context;
+        shared.stop = rest.start = rest.column = apart;
+        distinct(tile, of, few, d, 1);
+        clear(few->found, few->num_rows * d, 0);
+        along(few, d);
+        backward_run(call, tile, few, &shared, head, call->k_grad, call->v_grad, base, 1, probs, inner, num_columns);
+        /* Equal queries come from one tensor, which gets the sum of their gradients: the last of them brings it. */
+        for (size r = of->num_rows; r-- > 0;) {
+            float *from = few->found + tile->place[r] * d;
+            for (size j = 0; j < d; j += LANES) store(of->found + r * d + j, load(from + j)), store(from + j, (vec){0});
+        }
+    }
+    along(of, d);
+    backward_run(call, tile, of, &rest, head, call->k_grad, call->v_grad, base, 1, probs, inner, num_columns);
+    /* The first query head of a group writes the gradients of own keys, the others add. */
+    if (own)
+        backward_run(call, tile, of, own, head, call->own_k_grad, call->own_v_grad, tile->own_first, q % call->group > 0,
+                     probs, inner, num_columns);
+    for (size i = 0; i < of->num_rows; i++) {
+        float *to = (float *)call->q_grad.data + (tile->own_first + i) * call->q_grad.row + q * call->q_grad.head;
+        for (size j = 0; j < d; j += LANES) store(to + j, load(of->found + i * d + j) * call->scale);
+    }
 }
 
 static AVX512 void attend(const Attention *call, size most_rows, size most_keys, int is_backward) {
     const size d = call->d;
     float *room = call->room;
-    float *k_across = put(&room, rounded(most_keys) * d), *along = put(&room, rounded(most_keys) * d);
+    float *k_across = put(&room, rounded(most_keys) * d), *read_along = put(&room, rounded(most_keys) * d);
     float *own_k_across = put(&room, rounded(most_rows) * d), *own_along = put(&room, rounded(most_rows) * d);
     float *v_across = is_backward ? put(&room, rounded(most_keys) * d) : NULL;
     float *own_v_across = is_backward ? put(&room, rounded(most_rows) * d) : NULL;
     float *scores = put(&room, (is_backward ? most_rows : GROUP) * SCORES);
     float *inner = is_backward ? put(&room, most_rows * SCORES) : NULL;
-    float *rows = put(&room, most_rows * d), *found = put(&room, most_rows * d);
-    float *grads = is_backward ? put(&room, most_rows * d) : NULL;
-    float *rows_along = is_backward ? put(&room, most_rows * d) : NULL;
-    float *grads_along = is_backward ? put(&room, most_rows * d) : NULL;
-    float *first = put(&room, most_rows), *second = is_backward ? NULL : put(&room, most_rows);
+    Queries of = queries(&room, most_rows, d, is_backward), few = queries(&room, most_rows, d, is_backward);
     /* The backward multiplies by keys, the forward by values. */
-    const Tensor read_along = is_backward ? call->k : call->v;
-    const Tensor own_read_along = is_backward ? call->own_k : call->own_v;
+    const Tensor read = is_backward ? call->k : call->v, own_read = is_backward ? call->own_k : call->own_v;
+    const int has_own = call->own_k.data != NULL;
 
     for (size head = call->first_head; head < call->last_head; head++) {
         size packed_first = 0, packed_last = -1;
         for (size t = 0; t < call->num_tiles; t++) {
             const Tile *tile = call->tiles + t;
-            const size num_rows = tile->own_last - tile->own_first, length = tile->context_last - tile->context_first;
+            const size first = tile->own_first, last = tile->own_last, length = tile->context_last - tile->context_first;
             if (tile->context_first != packed_first || tile->context_last > packed_last) {
                 packed_first = tile->context_first, packed_last = tile->context_last;
                 for (size u = t + 1; u < call->num_tiles && call->tiles[u].context_first == packed_first; u++)
                     if (call->tiles[u].context_last > packed_last) packed_last = call->tiles[u].context_last;
                 pack_across(k_across, call->k, head, packed_first, packed_last, d);
-                pack_along(along, read_along, head, packed_first, packed_last, d);
+                pack_along(read_along, read, head, packed_first, packed_last, d);
                 if (is_backward) pack_across(v_across, call->v, head, packed_first, packed_last, d);
             }
-            const int has_own = call->own_k.data != NULL;
             if (has_own) {
-                pack_across(own_k_across, call->own_k, head, tile->own_first, tile->own_last, d);
-                pack_along(own_along, own_read_along, head, tile->own_first, tile->own_last, d);
-                if (is_backward) pack_across(own_v_across, call->own_v, head, tile->own_first, tile->own_last, d);
+                pack_across(own_k_across, call->own_k, head, first, last, d);
+                pack_along(own_along, own_read, head, first, last, d);
+                if (is_backward) pack_across(own_v_across, call->own_v, head, first, last, d);
             }
-            const size num_columns = length + (has_own ? num_rows : 0);
-            const Keys context = {k_across, along, v_across, along, 0, length, packed_last - packed_first, 0};
-            const Keys own = {own_k_across, own_along, own_v_across, own_along, 0, num_rows, num_rows, length};
+            of.num_rows = last - first, few.num_rows = tile->places;
+            const Keys context = {k_across, read_along, v_across, read_along, 0, length, packed_last - packed_first, 0};
+            const Keys own = {own_k_across, own_along, own_v_across, own_along, 0, last - first, last - first, length};
+            const size unmasked = length - (tile->masked - (has_own ? last - first : 0));
+            const size apart = tile->place != NULL && unmasked > 0 ? unmasked / PANEL * PANEL : 0;
             for (size q = head * call->group; q < (head + 1) * call->group; q++) {
-                gather(rows, call->q, q, tile->own_first, tile->own_last, d, call->scale);
-                for (size i = 0; i < num_rows * d; i++) found[i] = 0;
-                if (!is_backward) {
-                    for (size i = 0; i < num_rows; i++) first[i] = LOWEST, second[i] = 0;
-                    forward_run(call, tile, &context, rows, scores, found, first, second, num_columns);
-                    if (has_own) forward_run(call, tile, &own, rows, scores, found, first, second, num_columns);
-                    for (size i = 0; i < num_rows; i++) {
-                        float *to = (float *)call->out.data + (tile->own_first + i) * call->out.row + q * call->out.head;
-                        const float share = 1.0f / second[i];
-                        for (size j = 0; j < d; j += LANES) store(to + j, load(found + i * d + j) * share);
-                        call->log_sum[q * call->num_queries + tile->own_first + i] = first[i] + __builtin_logf(second[i]);
-                    }
-                    continue;
-                }
-                gather(grads, call->grad, q, tile->own_first, tile->own_last, d, 1.0f);
-                /* d loss / d scores = probs * (d loss / d probs - sum over keys of probs * d loss / d probs) */
-                for (size i = 0; i < num_rows; i++) {
-                    const float *out = call->out.data + (tile->own_first + i) * call->out.row + q * call->out.head;
-                    vec sum = {0};
-                    for (size j = 0; j < d; j += LANES) sum += load(grads + i * d + j) * load(out + j);
-                    first[i] = sum_of(sum);
-                }
-                for (size j = 0; j < d; j += PANEL) {
-                    pack(rows_along + j * num_rows, rows + j, d, 1, num_rows, PANEL);
-                    pack(grads_along + j * num_rows, grads + j, d, 1, num_rows, PANEL);
-                }
-                backward_run(call, tile, &context, head, q, rows, grads, rows_along, grads_along, first, scores, inner,
-                             found, num_columns, 0);
-                if (has_own)
-                    backward_run(call, tile, &own, head, q, rows, grads, rows_along, grads_along, first, scores, inner,
-                                 found, num_columns, 1);
-                for (size i = 0; i < num_rows; i++) {
-                    float *to = (float *)call->q_grad.data + (tile->own_first + i) * call->q_grad.row + q * call->q_grad.head;
-                    for (size j = 0; j < d; j += LANES) store(to + j, load(found + i * d + j) * call->scale);
-                }
+                gather(of.rows, call->q, q, first, last, d, call->scale);
+                if (is_backward)
+                    backward_tile(call, tile, q, &of, &few, &context, has_own ? &own : NULL, apart, scores, inner);
+                else
+                    forward_tile(call, tile, q, &of, &few, &context, has_own ? &own : NULL, apart, scores);
             }
         }
     }

@@ -25,7 +25,7 @@ from peagle.train.config import FitConfig
 from peagle.train.distributed import World
 from peagle.train.interrupt import Interrupt
 from peagle.train.masters import Masters, choose_trained
-from peagle.train.memory import choose_sizes
+from peagle.train.memory import choose_sizes, keep_pages
 from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Validation, add_up, sums_of
 from peagle.train.optimizer import Optimizer
 from peagle.train.order import Pack, packs, share
@@ -110,6 +110,8 @@ def fit(
         TrainingError: nothing to train on, or gradients that stay not finite.
         DataError: a row longer than a pack.
     """
+    if world.device.type == "cpu":
+        keep_pages()
     return _Loop(drafter, head, rows, validation_rows, config, world, keeper, metrics_path, trackers).run()
 
 

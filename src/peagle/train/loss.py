@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from peagle import native
 from peagle.products import product
 from peagle.verifier.weights import VerifierHead
 
@@ -144,6 +145,10 @@ class _Target:
 
 
 def _target(logits: Tensor, choices: Tensor | None, loss: LossName) -> _Target:
+    """`logits` may be overwritten."""
+    if loss != "ce" and native.does_elements(logits):
+        found = native.softmax(logits, None, None, is_written=True)
+        return _Target(logits, found.dot - found.log_sum, found.choice if choices is None else choices)
     if choices is None:
         choices = logits.argmax(-1)
     if loss == "ce":
@@ -168,9 +173,14 @@ def _piece(
     logits: Tensor, target: _Target, label_of_row: Tensor, loss: LossName, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses and correctness of a few rows, [num_rows]; with gradients, `logits` becomes d loss / d logits."""
-    best = logits.amax(-1)
     choice = target.choices[label_of_row]
     at_choice = logits.gather(1, choice.clamp(min=0)[:, None])[:, 0]
+    if loss == "kl_div" and target.probs is not None and native.does_elements(logits, target.probs):
+        assert target.entropy is not None
+        found = native.softmax(logits, target.probs, label_of_row, with_grad)
+        is_correct = (at_choice >= found.best) & (choice >= 0)
+        return target.entropy[label_of_row] + found.log_sum - found.dot, is_correct
+    best = logits.amax(-1)
     is_correct = (at_choice >= best) & (choice >= 0)
     probs = torch.softmax(logits, -1)
     log_sum = _log_sum(best, probs)

@@ -229,15 +229,21 @@ def _rollout(
     attention: AttentionName,
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
-    part_slots = None if attention == "flex" else tiles.TILE_ROWS
+    part_slots = None if attention == "flex" else tiles.rows_of_tile(masks.entered.q)
     parts = _attention_parts(anchor, depth, base, batch.document_ids, part_slots)
     block = slice(parts[0][1].first, parts[-1][1].last)
+    rope_pos = batch.rope_pos[anchor] + depth
+    is_tiled = attention == "sdpa" and tiles.fits(masks.entered.q)
+    # In layer 0 mask slots are one vector turned by position: those at one position ask the same.
+    first_cut, cut = (
+        (_tiles(parts, block.start, masks.entered.q, one) for one in (rope_pos, None)) if is_tiled else ([], [])
+    )
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if attention == "sdpa" and tiles.fits(q):
+        if is_tiled:
             (base_k, k_sink), (base_v, v_sink) = base.keys[index].tap(block), base.values[index].tap(block)
             sinks = None if k_sink is None or v_sink is None else (k_sink, v_sink)
-            return tiles.attend(q, (base_k, base_v), (k, v), _tiles(parts, block.start, q.dtype), sinks)
+            return tiles.attend(q, (base_k, base_v), (k, v), cut if index else first_cut, sinks)
         out = []
         for own, seen in parts:
             context = slice(seen.first, seen.last)
@@ -245,14 +251,24 @@ def _rollout(
             out.append(rollout_attention(attention, q[own], base_k, base_v, k[own], v[own], seen))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    rope_pos = batch.rope_pos[anchor] + depth
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
 
 
-def _tiles(parts: list[tuple[slice, Seen]], begin: int, dtype: torch.dtype) -> list[tiles.Tile]:
-    """The parts as tiles, whose context counts from `begin`."""
+def _tiles(parts: list[tuple[slice, Seen]], begin: int, like: Tensor, rope_pos: Tensor | None) -> list[tiles.Tile]:
+    """The parts as tiles, whose context counts from `begin`.
+
+    Args:
+        like: masks are made in its dtype.
+        rope_pos: slots of one position have equal queries, int64, [num_slots]; None if they have not.
+    """
     return [
-        tiles.Tile(own, slice(seen.first - begin, seen.last - begin), seen.tile_mask.to(dtype)) for own, seen in parts
+        tiles.Tile(
+            own,
+            slice(seen.first - begin, seen.last - begin),
+            seen.tile_mask.to(like.dtype),
+            None if rope_pos is None else rope_pos[own].unique(return_inverse=True)[1].int(),
+        )
+        for own, seen in parts
     ]
 
 
