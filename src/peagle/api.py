@@ -23,6 +23,7 @@ from peagle.states.batch import Batch, pack
 from peagle.states.store import StoreReader
 from peagle.train.config import FitConfig
 from peagle.train.distributed import World
+from peagle.train.kinds import for_drafter
 from peagle.train.loop import step_settings
 from peagle.train.masters import choose_trained
 from peagle.train.order import generator
@@ -87,7 +88,7 @@ class Pair:
         settings: dict[str, Any] = {"num_depths": shape.num_speculative_tokens}
         if shape.speculators_model_type == "eagle3":  # whole chains over the verifier's embedding, as in training
             settings |= {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "train_embeddings": "none"}
-        return FitConfig.build(settings)
+        return for_drafter(FitConfig.build(settings), shape)
 
     def lay_out(self, batch: Batch, seed: int = 0) -> CodLayout:
         """Draw which slots of depth 1 and more a training step takes, document by document."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from peagle import drafter as drafter_room
@@ -216,6 +217,21 @@ def test_the_published_recipe_s_command_is_understood(files, tmp_path, monkeypat
     )
     assert main(command.split()) == 0
     assert (seen[0].lr, seen[0].epochs, seen[0].mask_token_id, seen[0].norm_before_residual) == (6e-4, 5, 151669, False)
+
+
+def test_the_rate_that_a_run_took_is_written_where_none_was_asked_for(files, tmp_path):
+    result = train(files.config(tmp_path / "save", lr=None, max_steps=1, scheduler_warmup_steps=0))
+    written = yaml.safe_load((tmp_path / "save" / "run.yaml").read_text())
+    assert written["train"]["lr"] == result.steps[0].lr == 0.384 / 64
+    assert "| lr | 0.006 |" in (tmp_path / "save" / "checkpoint_last" / "README.md").read_text()
+
+
+def test_a_run_of_the_former_defaults_goes_on_when_they_are_said(files, tmp_path):
+    former = {"optimizer": "muon", "lr": 8e-4, "scheduler_type": "cosine", "depth_loss_decay": 1.0}
+    train(files.config(tmp_path / "save", **former))
+    with pytest.raises(PeagleError, match="optimizer: then muon, now adamw"):
+        train(files.config(tmp_path / "save", lr=None, epochs=2))
+    assert train(files.config(tmp_path / "save", **former, epochs=2)).progress.epoch == 2
 
 
 def test_V02_the_draft_vocabulary_is_of_the_size_that_was_asked_for_each_time(files, tmp_path):

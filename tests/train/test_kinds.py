@@ -9,8 +9,8 @@ import torch
 
 from peagle.drafter import Drafter, DrafterConfig, save
 from peagle.errors import CheckpointError, ConfigError
-from peagle.train.config import TrainConfig
-from peagle.train.kinds import settle
+from peagle.train.config import FitConfig, TrainConfig
+from peagle.train.kinds import for_drafter, settle
 from tests.train.problem import drafter_config
 
 
@@ -34,6 +34,40 @@ def test_eagle3_speaks_of_steps_and_trains_whole_chains_with_a_frozen_embedding(
     assert (found.down_sample_ratio, found.down_sample_ratio_min) == (1.0, 1.0)
     assert found.train_embeddings == "none"
     assert settle(config(speculator_type="eagle3", train_embeddings="all")).train_embeddings == "all"
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "rate", "matrix_rate"),
+    [
+        ({}, 192, 2e-3, 2e-3),
+        ({}, 4096, 9.375e-5, 9.375e-5),
+        ({"lr": 6e-4}, 4096, 6e-4, 6e-4),
+        ({"optimizer": "muon"}, 4096, 8e-4, 8e-3),
+        ({"optimizer": "muon", "muon_lr": 1e-3}, 192, 8e-4, 1e-3),
+        ({"optimizer": "muon", "lr": 1e-3}, 192, 1e-3, 1e-2),
+    ],
+)
+def test_an_unset_rate_follows_from_the_optimizer_and_the_drafter_s_width(values, width, rate, matrix_rate):
+    shape = drafter_config().model_copy(update={"hidden_size": width})
+    for asked in (FitConfig.build(values), settle(config(**values))):
+        found = for_drafter(asked, shape)
+        assert (found.lr, found.matrix_lr) == (rate, pytest.approx(matrix_rate))
+        assert for_drafter(found, shape) == found
+
+
+def test_a_rate_that_nobody_settled_is_refused():
+    with pytest.raises(ConfigError, match="--lr is unset"):
+        assert FitConfig.build({}).matrix_lr
+
+
+def test_the_default_decay_over_depths_is_not_for_the_steps_of_a_chain():
+    chain = drafter_config().model_copy(update={"speculators_model_type": "eagle3"})
+    assert for_drafter(FitConfig.build({}), drafter_config()).depth_loss_decay == 0.8
+    assert for_drafter(FitConfig.build({}), chain).depth_loss_decay == 1.0
+    assert for_drafter(FitConfig.build({"depth_loss_decay": 0.8}), chain).depth_loss_decay == 0.8
+    assert settle(config(speculator_type="eagle3")).depth_loss_decay == 1.0
+    steps = settle(config(speculator_type="eagle3", ttt_step_loss_decay=0.9))
+    assert for_drafter(steps, chain).depth_loss_decay == 0.9
 
 
 @pytest.mark.parametrize("kind", ["peagle", "eagle3"])

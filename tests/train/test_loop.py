@@ -12,7 +12,7 @@ import torch
 from peagle.errors import DataError, StoreError, TrainingError
 from peagle.train.metrics import Best, MetricsLog, StepMetrics, Sums
 from peagle.train.order import Pack
-from tests.train.problem import config, drafter, row, rows, run
+from tests.train.problem import HIDDEN, config, drafter, row, rows, run
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -142,6 +142,11 @@ def test_max_steps_ends_the_run_and_the_schedule():
     _, result = run(config(max_steps=5, epochs=50, scheduler_warmup_steps=0), rows(6))
     assert len(result.steps) == 5
     assert result.steps[-1].lr == pytest.approx(result.steps[0].lr / 5)
+
+
+def test_an_unset_rate_is_settled_by_fit():
+    _, result = run(config(lr=None, max_steps=1, scheduler_warmup_steps=0), rows(6))
+    assert result.steps[0].lr == pytest.approx(0.384 / HIDDEN)
 
 
 def test_scheduler_total_steps_wins():

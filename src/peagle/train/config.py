@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, JsonValue, model_validator
 
 from peagle.config import StageConfig
+from peagle.errors import ConfigError
 
 _COD: dict[str, JsonValue] = {"panel": "Parallel drafting"}
 _DRAFTER: dict[str, JsonValue] = {"panel": "Drafter"}
@@ -22,9 +23,13 @@ _RUN: dict[str, JsonValue] = {"panel": "Run"}
 _CHAIN: dict[str, JsonValue] = {"panel": "EAGLE-3"}
 _SERVER: dict[str, JsonValue] = {"panel": "Served verifier"}
 
-# Muon's step is scaled to AdamW's size (match_rms_adamw), yet it bears a larger rate: on the embedded verifier 8e-3 for
-# matrices beside 8e-4 for the rest reached in four minutes what AdamW alone reached in thirteen.
-MUON_LR_RATIO = 10.0
+# AdamW moves every number by about its rate, and an output sums `width` of them, so that the rate has to fall as the
+# width grows: as 1 / width, by the rule of maximal-update parametrisation. Measured at a width of 192 alone, 2e-3
+# (docs/recipe.md); at 4,096 this gives 9.4e-5, beside the 1e-4 of published EAGLE-3 recipes.
+_ADAMW_LR_TIMES_WIDTH = 0.384
+_LR_BESIDE_MUON = 8e-4
+# Muon's step is scaled to AdamW's size (match_rms_adamw), yet it bears a larger rate.
+_MUON_LR_RATIO = 10.0
 
 
 class FitConfig(StageConfig):
@@ -54,12 +59,13 @@ class FitConfig(StageConfig):
 
     loss_fn: Literal["kl_div", "ce", "tv"] = Field("kl_div", json_schema_extra=_OPTIMIZER)
     """Loss against the verifier: KL divergence, cross-entropy with its choice, or total variation."""
-    depth_loss_decay: float = Field(1.0, gt=0, le=1, json_schema_extra=_OPTIMIZER)
+    depth_loss_decay: float = Field(0.8, gt=0, le=1, json_schema_extra=_OPTIMIZER)
     """A slot of depth d weighs this to the power d in the loss."""
-    optimizer: Literal["adamw", "muon"] = Field("muon", json_schema_extra=_OPTIMIZER)
+    optimizer: Literal["adamw", "muon"] = Field("adamw", json_schema_extra=_OPTIMIZER)
     """muon steps the matrices of the layers with Muon and the rest with AdamW."""
-    lr: float = Field(8e-4, gt=0, le=100, json_schema_extra=_OPTIMIZER)
-    """Peak learning rate of what AdamW steps."""
+    lr: float | None = Field(None, gt=0, le=100, json_schema_extra=_OPTIMIZER)
+    """Peak learning rate of what AdamW steps. Unset: with adamw 0.384 over the drafter's hidden size (2e-3 at 192,
+    where it was measured; 9.4e-5 at 4,096), with muon 8e-4."""
     muon_lr: float | None = Field(None, gt=0, le=100, json_schema_extra=_OPTIMIZER)
     """Peak learning rate of what Muon steps. Unset: ten times --lr."""
     embedding_lr: float | None = Field(None, gt=0, le=100, json_schema_extra=_OPTIMIZER)
@@ -79,7 +85,7 @@ class FitConfig(StageConfig):
     train_lm_head: bool = Field(False, json_schema_extra=_OPTIMIZER)
     """Train the head as well, instead of keeping the verifier's."""
 
-    scheduler_type: Literal["linear", "cosine", "none"] = Field("cosine", json_schema_extra=_SCHEDULE)
+    scheduler_type: Literal["linear", "cosine", "none"] = Field("linear", json_schema_extra=_SCHEDULE)
     """How the learning rate falls after warm-up, to zero at the end."""
     scheduler_warmup_ratio: float = Field(0.01, ge=0, le=1, json_schema_extra=_SCHEDULE)
     """Share of the optimizer steps in which the learning rate rises."""
@@ -101,12 +107,25 @@ class FitConfig(StageConfig):
     fsdp_shard: bool = Field(False, json_schema_extra=_MACHINE)
     """Shard masters, gradients and optimizer state over the ranks (FSDP2) instead of replicating them."""
 
+    def lr_at(self, hidden_size: int) -> float:
+        """`lr`, or what an unset one stands for with a drafter of this width."""
+        if self.lr is not None:
+            return self.lr
+        return _ADAMW_LR_TIMES_WIDTH / hidden_size if self.optimizer == "adamw" else _LR_BESIDE_MUON
+
+    @property
+    def settled_lr(self) -> float:
+        """`lr` of settings that know their drafter (`kinds.for_drafter`)."""
+        if self.lr is None:
+            raise ConfigError("--lr is unset, and the drafter's hidden size is not known yet")
+        return self.lr
+
     @property
     def matrix_lr(self) -> float:
         """Peak learning rate of the layers' matrices."""
         if self.optimizer == "adamw":
-            return self.lr
-        return MUON_LR_RATIO * self.lr if self.muon_lr is None else self.muon_lr
+            return self.settled_lr
+        return _MUON_LR_RATIO * self.settled_lr if self.muon_lr is None else self.muon_lr
 
     @model_validator(mode="after")
     def _fits(self) -> FitConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,9 @@ from torch import Tensor
 from peagle.drafter import DrafterConfig
 from peagle.drafter.checkpoint import CONFIG, find, read_config, read_weights
 from peagle.errors import CheckpointError, ConfigError
-from peagle.train.config import TrainConfig
+from peagle.train.config import FitConfig, TrainConfig
+
+Settings = TypeVar("Settings", bound=FitConfig)
 
 # EAGLE-3's own flags and the loop's general ones that they stand for.
 _CHAIN = {"ttt_steps": "num_depths", "ttt_step_loss_decay": "depth_loss_decay"}
@@ -43,6 +45,17 @@ def settle(config: TrainConfig) -> TrainConfig:
     if config.from_pretrained is not None:
         changes |= _shape_of(config, pretrained_config(config.from_pretrained))
     return TrainConfig.build({**config.model_dump(), **changes})
+
+
+def for_drafter(config: Settings, shape: DrafterConfig) -> Settings:
+    """Settings with nothing left to the drafter's shape: the learning rate is a number.
+
+    The default decay over depths is P-EAGLE's; the steps of an EAGLE-3 chain weigh alike unless a decay was given.
+    """
+    changes: dict[str, Any] = {"lr": config.lr_at(shape.hidden_size)}
+    if shape.speculators_model_type == "eagle3" and "depth_loss_decay" not in config.model_fields_set:
+        changes["depth_loss_decay"] = 1.0
+    return config.model_copy(update=changes)
 
 
 def pretrained_config(checkpoint: str) -> DrafterConfig:

@@ -24,6 +24,7 @@ from peagle.train.batches import Laid, Ready, ahead, lay_out
 from peagle.train.config import FitConfig
 from peagle.train.distributed import World
 from peagle.train.interrupt import Interrupt
+from peagle.train.kinds import for_drafter
 from peagle.train.masters import Masters, choose_trained
 from peagle.train.memory import choose_sizes, keep_pages
 from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Validation, add_up, sums_of
@@ -100,7 +101,7 @@ def fit(
         head: the verifier's whole head.
         rows: what to train on. Rows without a supervised slot are passed over.
         validation_rows: what to score on; may be empty.
-        config: everything else.
+        config: everything else; what it leaves to the drafter's size is settled here (`kinds.for_drafter`).
         world: the ranks (`World(0, 1, torch.device("cpu"))` for one process).
         keeper: where to save, and to resume from; None writes no checkpoint.
         metrics_path: `metrics.jsonl`, or None.
@@ -112,6 +113,7 @@ def fit(
     """
     if world.device.type == "cpu":
         keep_pages()
+    config = for_drafter(config, drafter.config)
     return _Loop(drafter, head, rows, validation_rows, config, world, keeper, metrics_path, trackers).run()
 
 

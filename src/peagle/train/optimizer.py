@@ -37,7 +37,7 @@ def groups(config: FitConfig, shapes: dict[str, torch.Size]) -> list[Group]:
     """Split the trained tensors: [matrices, embeddings, vectors], empty ones left out.
 
     Args:
-        config: rates and decays.
+        config: rates and decays, settled for the drafter.
         shapes: shape of each trained tensor by name.
     """
     embeddings = tuple(name for name in shapes if name in (EMBEDDING, HEAD))
@@ -47,8 +47,8 @@ def groups(config: FitConfig, shapes: dict[str, torch.Size]) -> list[Group]:
     decay = config.muon_weight_decay if is_muon else config.weight_decay
     found = [
         Group("matrices", matrices, config.matrix_lr, decay, is_muon),
-        Group("embeddings", embeddings, config.embedding_lr or config.lr, 0.0, False),
-        Group("vectors", vectors, config.lr, 0.0, False),
+        Group("embeddings", embeddings, config.embedding_lr or config.settled_lr, 0.0, False),
+        Group("vectors", vectors, config.settled_lr, 0.0, False),
     ]
     return [group for group in found if group.tensors]
 

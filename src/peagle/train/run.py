@@ -23,7 +23,7 @@ from peagle.train.decide import Decision, decide, need_save_path
 from peagle.train.distributed import COLLECTIVE_TIMEOUT_S, World, start, stop
 from peagle.train.first_layer import fit_first_layer
 from peagle.train.initialise import initialise
-from peagle.train.kinds import settle
+from peagle.train.kinds import for_drafter, settle
 from peagle.train.loop import FitResult, fit
 from peagle.train.masters import HEAD, choose_trained
 from peagle.train.open_rows import OpenRows, open_rows
@@ -60,6 +60,7 @@ def train(config: TrainConfig) -> FitResult:
     locks: list[BinaryIO] = []
     try:
         decision = Decision(**world.from_main("decision", lambda: asdict(decide(config))))
+        config = for_drafter(config, decision.drafter_config())
         for warning in decision.warnings if world.is_main else []:
             logger.warning("%s", warning)
         trackers = _trackers(config, world)
@@ -213,6 +214,13 @@ def _greet(config: TrainConfig, decision: Decision, drafter: Drafter, world: Wor
         shape.draft_vocab_size,
         list(shape.aux_layer_ids),
         f"{config.ttt_steps} steps" if is_chain else f"mask token {shape.mask_token_id} ({decision.mask_token_how})",
+    )
+    logger.info(
+        "optimizer: %s, learning rate %.3g%s, %s schedule",
+        config.optimizer,
+        config.settled_lr,
+        f" and {config.matrix_lr:.3g} for matrices" if config.optimizer == "muon" else "",
+        config.scheduler_type,
     )
     logger.info(
         "rows: %d to train on, %d to validate, hidden states %s; %d rank%s on %s",
