@@ -61,9 +61,8 @@ def drafter_parameters(sizes: Sizes, num_layers: int, draft_vocab_size: int) -> 
 def training_bytes(sizes: Sizes, num_layers: int, draft_vocab_size: int, optimizer: str, pack_tokens: int) -> float:
     """Memory of one training process on a GPU: weights, masters, gradients, optimizer, and the base pass of one pack.
 
-    bfloat16 weights (2 bytes), float32 masters and gradients (4 each), Muon's momentum (4) for the layers' matrices and
-    AdamW's two moments (8) for the rest, one more head for the verifier; the base pass keeps, by count of what autograd
-    saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the collected gradients of keys and
+    bfloat16 weights (2 bytes), float32 masters and gradients (4 each), AdamW's two moments (8; with "muon" a momentum
+    of 4 for the layers' matrices), one more head for the verifier; the base pass keeps, by count of what autograd saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the collected gradients of keys and
     values, and 6 hidden states per token at its entry, 2 bytes each; one GB of scratch.
     """
     layers, others, head = drafter_parameters(sizes, num_layers, draft_vocab_size)
@@ -157,7 +156,7 @@ def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | Non
         epochs = training_epochs(rows, settings, recipe.processes)
         made = math.ceil(epochs / float(settings.get("checkpoint_freq", 1.0)))
         kept = min(made, int(settings.get("keep_last") or made)) + 1
-        optimizer = str(settings.get("optimizer", "muon"))
+        optimizer = str(settings.get("optimizer", "adamw"))
         state = (4 + (4 if optimizer == "muon" else 8)) * layers + 12 * others
         disk = kept * (2.0 * (layers + others + head) + state)
         pack = int(settings.get("total_seq_len", 8192))
