@@ -57,7 +57,8 @@ def the_runs(servers: Servers, verifier: Path, work: Path) -> Online:
     must("extract", "--preprocessed-data", rows, "--endpoint", servers.url, "--output", work / "offline_states",
          "--hidden-states-path", work / "shared", "--dtype", "float32")  # fmt: skip
     plain = ["train", "--verifier-name-or-path", verifier, "--data-path", rows, "--num-layers", 1, "--epochs", 3,
-             "--total-seq-len", 512, "--optimizer", "adamw", "--lr", "3e-4", "--train-data-ratio", 0.9]  # fmt: skip
+             "--total-seq-len", 512, "--optimizer", "adamw", "--lr", "3e-4",
+             "--scheduler-type", "cosine", "--train-data-ratio", 0.9]  # fmt: skip
     served = ["--endpoint", servers.url, "--hidden-states-path", work / "shared", "--hidden-states-dtype", "float32",
               "--concurrency", 4, "--restart-wait-s", 1, "--max-retries", 1]  # fmt: skip
     said, found = {}, {}

@@ -47,7 +47,8 @@ def drafter(engines: Engines, verifier: Path, work: Path) -> Path:
          )  # fmt: skip
     must("train", "--verifier-name-or-path", verifier, "--data-path", work / "seen_rows", "--hidden-states-path",
          work / "seen_states", "--save-path", work / "drafter", "--num-layers", 1, "--num-depths", DEPTH,
-         "--max-steps", 160, "--epochs", 160, "--total-seq-len", 1024, "--lr", "2e-3")  # fmt: skip
+         "--max-steps", 160, "--epochs", 160, "--total-seq-len", 1024, "--lr", "2e-3",
+         "--optimizer", "muon", "--scheduler-type", "cosine", "--depth-loss-decay", 1)  # fmt: skip
     return work / "drafter" / "checkpoint_last"  # learnt by heart, which validation would not call best
 
 
