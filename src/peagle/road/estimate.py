@@ -62,7 +62,8 @@ def training_bytes(sizes: Sizes, num_layers: int, draft_vocab_size: int, optimiz
     """Memory of one training process on a GPU: weights, masters, gradients, optimizer, and the base pass of one pack.
 
     bfloat16 weights (2 bytes), float32 masters and gradients (4 each), AdamW's two moments (8; with "muon" a momentum
-    of 4 for the layers' matrices), one more head for the verifier; the base pass keeps, by count of what autograd saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the collected gradients of keys and
+    of 4 for the layers' matrices), one more head for the verifier; the base pass keeps, by count of what autograd
+    saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the collected gradients of keys and
     values, and 6 hidden states per token at its entry, 2 bytes each; one GB of scratch.
     """
     layers, others, head = drafter_parameters(sizes, num_layers, draft_vocab_size)
