@@ -10,7 +10,7 @@ from pathlib import Path
 SRC = Path(__file__).resolve().parents[1] / "src" / "peagle"
 ROOMS = ["data", "verifier", "states", "layout", "drafter", "train", "engine", "evaluate", "serve", "road"]
 ROOMS += ["api", "cli"]  # the two front doors: Python's and the terminal's
-HALLWAY = {"config", "errors", "files", "log", "products", "embedded"}
+HALLWAY = {"config", "errors", "files", "log", "native", "products", "embedded"}
 
 
 def imports(path: Path) -> set[str]:

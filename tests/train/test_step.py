@@ -157,6 +157,28 @@ def test_step_equals_the_dense_definition(loss, changes, layer_type):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize(("layer_type", "kv_heads"), [("llama", 4), ("qwen3", 2)])
+def test_a_step_in_float32_is_that_in_float64_but_for_rounding(layer_type, kv_heads):
+    """Heads of 64 and rows enough for our own kernels, where they run; in float64 they never do."""
+    batch = make_batch([150, 40, 90], 0, 1)
+    layout = make_layout(batch, 2)
+    count = num_supervised(batch, layout)
+    settings = replace(SETTINGS, block_slots=200, chunk_rows=70)
+    found = {}
+    for dtype, attention in ((torch.float64, "reference"), (torch.float32, "sdpa")):
+        drafter = make_drafter(layer_type, VOCAB, head_dim=64, num_key_value_heads=kv_heads).to(dtype)
+        head = make_head(VOCAB).to(torch.device("cpu"), dtype)
+        same = replace(batch, aux_states=batch.aux_states.to(dtype), last_states=batch.last_states.to(dtype))
+        result = train_step(drafter, head, same, layout, count, replace(settings, attention=attention), None)
+        found[dtype] = result.loss_sum.sum().item() / count, gradients(drafter)
+    (exact_loss, exact), (loss, ours) = found[torch.float64], found[torch.float32]
+    assert loss == pytest.approx(exact_loss, rel=1e-6)
+    assert ours.keys() == exact.keys()
+    for name, gradient in ours.items():
+        error = (gradient.double() - exact[name]).norm() / exact[name].norm()
+        assert error < 1e-5, name
+
+
 @pytest.mark.parametrize("block", [1, 5, 23])
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -35,18 +35,18 @@ class _Tensor(ctypes.Structure):
 
 class _Tile(ctypes.Structure):
     _fields_ = (
-        *((name, _size) for name in "own_first own_last context_first context_last masked mask_row".split()),
+        *((name, _size) for name in ["own_first", "own_last", "context_first", "context_last", "masked", "mask_row"]),
         *(("mask", ctypes.c_void_p), ("places", _size), ("place", ctypes.c_void_p)),
     )
 
 
 class _Attention(ctypes.Structure):
     _fields_ = (
-        *((name, _Tensor) for name in "q k v own_k own_v out grad".split()),
-        *((name, _Tensor) for name in "q_grad k_grad v_grad own_k_grad own_v_grad".split()),
+        *((name, _Tensor) for name in ["q", "k", "v", "own_k", "own_v", "out", "grad"]),
+        *((name, _Tensor) for name in ["q_grad", "k_grad", "v_grad", "own_k_grad", "own_v_grad"]),
         ("log_sum", ctypes.c_void_p),
         ("tiles", ctypes.POINTER(_Tile)),
-        *((name, _size) for name in "num_tiles num_queries group head_dim first_head last_head".split()),
+        *((name, _size) for name in ["num_tiles", "num_queries", "group", "head_dim", "first_head", "last_head"]),
         ("scale", ctypes.c_float),
         ("room", ctypes.c_void_p),
     )
@@ -337,15 +337,15 @@ def _attend(
     for tile in tiles:
         last_of[tile.context.start] = max(last_of.get(tile.context.start, 0), tile.context.stop)
     most_keys = max(last - first for first, last in last_of.items())
-    tensors = (q, seen.k, seen.v, seen.own_k, seen.own_v, out, grad, q_grad)
-    tensors += (None,) * 4 if grads is None else (grads.k, grads.v, grads.own_k, grads.own_v)
+    given = [q, seen.k, seen.v, seen.own_k, seen.own_v, out, grad, q_grad]
+    given += [None] * 4 if grads is None else [grads.k, grads.v, grads.own_k, grads.own_v]
     is_backward = grads is not None
     room_size = library.peagle_attention_room(most_rows, most_keys, head_dim, is_backward)
 
     def part(own_heads: slice) -> None:
         room = q.new_empty(room_size)
         call = _Attention(
-            *(_given(tensor) for tensor in tensors),
+            *(_given(tensor) for tensor in given),
             log_sum.data_ptr(),
             laid,
             *(len(tiles), num_queries, heads // kv_heads, head_dim, own_heads.start, own_heads.stop),

@@ -56,6 +56,8 @@ def _vllm() -> Finding:
 def _device() -> Finding:
     import torch
 
+    from peagle import native
+
     if torch.cuda.is_available():
         names = []
         for index in range(torch.cuda.device_count()):
@@ -64,6 +66,11 @@ def _device() -> Finding:
         return Finding("device", "ok", ", ".join(names))
     threads = torch.get_num_threads()
     told = "1 thread" if threads == 1 else f"{threads} threads"
+    told += (
+        ", our own kernels"
+        if native.is_available()
+        else ", PyTorch's products (no AVX-512, or no C compiler was there)"
+    )
     return Finding("device", "ok", f"CPU, {told}; fine for small verifiers, an 8B one wants a GPU")
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.layout.visibility import visible
+from peagle.native import Tile
 from peagle.train import flex, tiles
 
 AttentionName = Literal["reference", "sdpa", "flex"]
@@ -120,7 +121,7 @@ def base_attention(name: AttentionName, bounds: list[tuple[int, int]]) -> Callab
     if name != "flex":
         heads = HEADS[name]
 
-        cut: list[tiles.Tile] = []
+        cut: list[Tile] = []
 
         def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if name == "sdpa" and tiles.fits(q):

@@ -148,7 +148,9 @@ def _target(logits: Tensor, choices: Tensor | None, loss: LossName) -> _Target:
     """`logits` may be overwritten."""
     if loss != "ce" and native.does_elements(logits):
         found = native.softmax(logits, None, None, is_written=True)
-        return _Target(logits, found.dot - found.log_sum, found.choice if choices is None else choices)
+        chosen = found.choice if choices is None else choices
+        assert chosen is not None
+        return _Target(logits, found.dot - found.log_sum, chosen)
     if choices is None:
         choices = logits.argmax(-1)
     if loss == "ce":

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from peagle.drafter.network import Drafter, Entered
 from peagle.layout.cod import CodLayout
+from peagle.native import Tile
 from peagle.states.batch import Batch
 from peagle.train import tiles
 from peagle.train.attention import HEADS, AttentionName, Seen, base_attention, rollout_attention
@@ -229,7 +230,8 @@ def _rollout(
     attention: AttentionName,
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
-    part_slots = None if attention == "flex" else tiles.rows_of_tile(masks.entered.q)
+    longest = max(last - first for first, last in base.bounds)
+    part_slots = None if attention == "flex" else tiles.rows_of_tile(masks.entered.q, longest)
     parts = _attention_parts(anchor, depth, base, batch.document_ids, part_slots)
     block = slice(parts[0][1].first, parts[-1][1].last)
     rope_pos = batch.rope_pos[anchor] + depth
@@ -254,7 +256,7 @@ def _rollout(
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
 
 
-def _tiles(parts: list[tuple[slice, Seen]], begin: int, like: Tensor, rope_pos: Tensor | None) -> list[tiles.Tile]:
+def _tiles(parts: list[tuple[slice, Seen]], begin: int, like: Tensor, rope_pos: Tensor | None) -> list[Tile]:
     """The parts as tiles, whose context counts from `begin`.
 
     Args:
@@ -262,7 +264,7 @@ def _tiles(parts: list[tuple[slice, Seen]], begin: int, like: Tensor, rope_pos: 
         rope_pos: slots of one position have equal queries, int64, [num_slots]; None if they have not.
     """
     return [
-        tiles.Tile(
+        Tile(
             own,
             slice(seen.first - begin, seen.last - begin),
             seen.tile_mask.to(like.dtype),

@@ -25,9 +25,11 @@ KEEP_BYTES = 64 << 20
 # Keys whose scores are held at a time: a megabyte of scores stays near the core, at any context length. Not a power of
 # two, at which reading columns of scores is a third slower.
 PART_KEYS = 1008
-# Queries of a tile: fewer waste less among themselves (they see all of one another's keys, most of them masked), more make
-# larger matrix products. Flat between 96 and 320 with PyTorch's products; ours are as good with few rows.
+# Queries of a tile: fewer waste less among themselves, most of whose keys are masked; more make larger matrix products.
+# Flat between 96 and 320 with PyTorch's products. Ours are as good with few rows while the keys, which each tile reads
+# once, stay near: so they grow with the context, up to a point where no more is won.
 TILE_ROWS, NATIVE_TILE_ROWS = 160, 56
+KEYS_PER_NATIVE_ROWS, MOST_NATIVE_ROWS = 4096, 168
 
 
 def fits(q: Tensor) -> bool:
@@ -35,9 +37,16 @@ def fits(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
 
 
-def rows_of_tile(q: Tensor) -> int:
-    """Queries to put into a tile, for queries such as these, [..., heads, head_dim]."""
-    return NATIVE_TILE_ROWS if native.does_attention(q, q.shape[-1]) else TILE_ROWS
+def rows_of_tile(q: Tensor, num_keys: int) -> int:
+    """Queries to put into a tile.
+
+    Args:
+        q: queries such as these, [..., heads, head_dim].
+        num_keys: context keys of the longest document.
+    """
+    if not native.does_attention(q, q.shape[-1]):
+        return TILE_ROWS
+    return min(NATIVE_TILE_ROWS * max(1, num_keys // KEYS_PER_NATIVE_ROWS), MOST_NATIVE_ROWS)
 
 
 def attend(
@@ -266,7 +275,7 @@ def causal_tiles(bounds: list[tuple[int, int]], like: Tensor) -> list[Tile]:
         bounds: range of rows of each document, covering all of them.
         like: queries; masks are made in their dtype.
     """
-    rows = rows_of_tile(like)
+    rows = rows_of_tile(like, max(last - first for first, last in bounds))
     triangle = torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
     tiles = []
     for first, last in bounds:
