@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/long_context.py [--tokens 131072] [--threads 2] [--checkpoint] [--json]
 
 A drafter of 2 layers, hidden size 256, 2 heads of 64 (few, so that it ends in time) and vocabulary 32,000 at K 8 takes
-one step of `peagle.train.fit` (sampling, both passes, clipping, Muon) on random states of one document whose every
+one step of `peagle.train.fit` (sampling, both passes, clipping, AdamW) on random states of one document whose every
 position but the first is supervised. Prints seconds and the peak of the resident memory: in all, and above what weights
 and states took before the step.
 """
