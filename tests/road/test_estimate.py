@@ -21,6 +21,7 @@ from peagle.road.estimate import (
 )
 from peagle.road.recipe import find, read, stages
 from peagle.road.run import plan
+from peagle.train.config import TrainConfig
 
 RECIPE = read(find("qwen3-8b"), None, ())
 SIZES = RECIPE.sizes
@@ -31,8 +32,23 @@ def test_a_qwen3_8b_drafter_has_the_parameters_that_the_docs_say():
 
 
 def test_its_training_takes_what_the_scaling_guide_says():
-    assert training_bytes(SIZES, 4, 151936, "muon", 8192) / 1e9 == pytest.approx(31, abs=0.6)
-    assert training_bytes(SIZES, 4, 151936, "muon", 65536) / 1e9 == pytest.approx(61, abs=0.6)
+    assert training_bytes(SIZES, 4, 151936, "adamw", 8192) / 1e9 == pytest.approx(34, abs=0.6)
+    assert training_bytes(SIZES, 4, 151936, "adamw", 65536) / 1e9 == pytest.approx(64, abs=0.6)
+    saved = training_bytes(SIZES, 4, 151936, "adamw", 8192) - training_bytes(SIZES, 4, 151936, "muon", 8192)
+    assert saved / 1e9 == pytest.approx(3.2, abs=0.05)
+
+
+def test_a_plan_takes_the_optimizer_that_training_takes():
+    recipe = read(find("llama3.1-8b"), None, ())
+    rows = Rows(20000, 20_000_000, 12_000_000, True)
+
+    def memory(*changes):
+        changed = read(find("llama3.1-8b"), None, changes)
+        (train,) = [stage for stage in stages(changed) if stage.name == "train"]
+        return estimate(train, changed, recipe.sizes, rows, None).memory_bytes
+
+    assert memory() == memory(f"train.optimizer={TrainConfig.model_fields['optimizer'].default}")
+    assert memory() > memory("train.optimizer=muon")
 
 
 def test_states_of_six_million_tokens_take_177_gb():
