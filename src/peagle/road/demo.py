@@ -30,7 +30,7 @@ ANSWER_LIMIT = 200
 # Single tokens of a model this small are decoded faster by one thread, with a drafter and without.
 ONE_THREAD = ("evaluate",)
 # In a run of minutes Muon is ahead of the default in time, if not in multiply-adds (docs/recipe.md).
-OPTIMIZER = {"optimizer": "muon", "lr": 1.6e-3, "scheduler_type": "cosine", "depth_loss_decay": 1.0}
+OPTIMIZER = {"optimizer": "muon", "lr": 1.6e-3}
 
 
 class DemoConfig(StageConfig):
