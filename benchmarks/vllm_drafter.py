@@ -30,7 +30,8 @@ def make_drafter(verifier: Path, work: Path, questions: int, steps: int) -> Path
     peagle("train", "--verifier-name-or-path", verifier, "--data-path", rows, "--hidden-states-path", states,
            "--save-path", checkpoints, "--num-layers", 2, "--num-depths", NUM_DEPTHS, "--total-seq-len", 1024,
            "--epochs", 100, "--max-steps", steps, "--optimizer", "muon", "--lr", "1.6e-3",
-           "--scheduler-type", "cosine", "--depth-loss-decay", 1, "--train-data-ratio", 0.98, "--checkpoint-freq", steps, "--save-dtype", "float32")  # fmt: skip
+           "--scheduler-type", "cosine", "--depth-loss-decay", 1, "--train-data-ratio", 0.98,
+           "--checkpoint-freq", steps, "--save-dtype", "float32")  # fmt: skip
     return checkpoints / "checkpoint_best"
 
 
