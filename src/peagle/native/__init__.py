@@ -26,6 +26,8 @@ _SWITCH = "PEAGLE_NATIVE"
 _PANEL, _ROWS = 64, 112  # PANEL and STRIP of kernels.c
 # Fewer multiply-adds than this are not worth a second thread.
 _WORTH_SHARING = 1 << 22
+# Multiply-adds in the time of one number of SwiGLU or softmax.
+_PER_ELEMENT = 64
 _size = ctypes.c_ssize_t
 
 
@@ -160,7 +162,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
             *(into.shape[0], into.shape[1], inner, _product_room()),
         )
 
-    threads = torch.get_num_threads() if num_rows * inner * num_columns >= _WORTH_SHARING else 1
+    threads = _threads_for(num_rows * inner * num_columns)
     whole = slice(0, num_rows), slice(0, num_columns)
     if num_columns >= threads * _PANEL:
         _share([functools.partial(part, whole[0], some) for some in _cuts(num_columns, _PANEL, threads)])
@@ -255,22 +257,22 @@ def softmax(logits: Tensor, wanted: Tensor | None, label_of_row: Tensor | None, 
             *(of[1], is_written, *of[2:]),
         )
 
-    threads = torch.get_num_threads() if logits.numel() >= _WORTH_SHARING >> 6 else 1
+    threads = _threads_for(_PER_ELEMENT * logits.numel())
     _share([functools.partial(part, some) for some in _cuts(num_rows, 1, threads)])
     return Softmax(best, log_sum, dot, choice)
 
 
 def _share_elements(part: Callable[[slice], None], length: int) -> None:
-    threads = torch.get_num_threads() if length >= _WORTH_SHARING >> 6 else 1
+    threads = _threads_for(_PER_ELEMENT * length)
     _share([functools.partial(part, some) for some in _cuts(length, 1024, threads)])
 
 
 # -------------------- attention
 
 
-def does_attention(q: Tensor, head_dim: int) -> bool:
+def does_attention(q: Tensor) -> bool:
     """Whether `attention` takes such queries: float32 in memory, heads of whole panels."""
-    return q.dtype == torch.float32 and q.device.type == "cpu" and head_dim % _PANEL == 0 and is_available()
+    return q.dtype == torch.float32 and q.device.type == "cpu" and q.shape[-1] % _PANEL == 0 and is_available()
 
 
 def attention_forward(q: Tensor, seen: Seen, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
@@ -372,6 +374,10 @@ def _dense_seen(seen: Seen) -> Seen:
 
 
 # -------------------- threads
+
+
+def _threads_for(multiply_adds: int) -> int:
+    return torch.get_num_threads() if multiply_adds >= _WORTH_SHARING else 1
 
 
 def _cuts(length: int, unit: int, most: int) -> list[slice]:

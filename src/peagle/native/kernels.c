@@ -330,7 +330,8 @@ static AVX512 void pack_along(float *to, Tensor x, size head, size first, size l
 
 /* A run of keys of one head as the loops below see it. */
 typedef struct {
-    const float *k_across, *k_along, *v_across, *v_along;
+    const float *k_across, *v_across; /* v_across: backward only */
+    const float *along;               /* values in the forward, keys in the backward */
     size start, stop; /* keys to see */
     size held;        /* keys that were packed */
     size column;      /* which column of all scores the first of them is */
@@ -398,7 +399,7 @@ static AVX512 void forward_run(const Attention *call, const Tile *tile, const Qu
                 of->total[i + r] += sum_of(sum);
             }
             for (size j = 0; j < d; j += PANEL)
-                multiply(found + j, d, scores, SCORES, 1, keys->v_along + (j / PANEL * keys->held + at) * PANEL, here, n, 1);
+                multiply(found + j, d, scores, SCORES, 1, keys->along + (j / PANEL * keys->held + at) * PANEL, here, n, 1);
         }
     }
 }
@@ -423,7 +424,7 @@ static AVX512 void backward_run(const Attention *call, const Tile *tile, const Q
                     store(g + r * SCORES + j, one * (load(g + r * SCORES + j) - all(of->pull[i + r])));
                 }
             for (size j = 0; j < d; j += PANEL)
-                multiply(of->found + i * d + j, d, g, SCORES, 1, keys->k_along + (j / PANEL * keys->held + at) * PANEL,
+                multiply(of->found + i * d + j, d, g, SCORES, 1, keys->along + (j / PANEL * keys->held + at) * PANEL,
                          here, n, 1);
         }
         for (size j = 0; j < d; j += PANEL) {
@@ -562,7 +563,7 @@ static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q
     }
 }
 
-static AVX512 void attend(const Attention *call, size most_rows, size most_keys, int is_backward) {
+AVX512 void peagle_attention(const Attention *call, size most_rows, size most_keys, int is_backward) {
     const size d = call->d;
     float *room = call->room;
     float *k_across = put(&room, rounded(most_keys) * d), *read_along = put(&room, rounded(most_keys) * d);
@@ -595,8 +596,8 @@ static AVX512 void attend(const Attention *call, size most_rows, size most_keys,
                 if (is_backward) pack_across(own_v_across, call->own_v, head, first, last, d);
             }
             of.num_rows = last - first, few.num_rows = tile->places;
-            const Keys context = {k_across, read_along, v_across, read_along, 0, length, packed_last - packed_first, 0};
-            const Keys own = {own_k_across, own_along, own_v_across, own_along, 0, last - first, last - first, length};
+            const Keys context = {k_across, v_across, read_along, 0, length, packed_last - packed_first, 0};
+            const Keys own = {own_k_across, own_v_across, own_along, 0, last - first, last - first, length};
             const size unmasked = length - (tile->masked - (has_own ? last - first : 0));
             const size apart = tile->place != NULL && unmasked > 0 ? unmasked / PANEL * PANEL : 0;
             for (size q = head * call->group; q < (head + 1) * call->group; q++) {
@@ -608,10 +609,6 @@ static AVX512 void attend(const Attention *call, size most_rows, size most_keys,
             }
         }
     }
-}
-
-AVX512 void peagle_attention(const Attention *call, size most_rows, size most_keys, int is_backward) {
-    attend(call, most_rows, most_keys, is_backward);
 }
 
 int peagle_supported(void) {

@@ -44,7 +44,7 @@ def rows_of_tile(q: Tensor, num_keys: int) -> int:
         q: queries such as these, [..., heads, head_dim].
         num_keys: context keys of the longest document.
     """
-    if not native.does_attention(q, q.shape[-1]):
+    if not native.does_attention(q):
         return TILE_ROWS
     return min(NATIVE_TILE_ROWS * max(1, num_keys // KEYS_PER_NATIVE_ROWS), MOST_NATIVE_ROWS)
 
@@ -71,7 +71,7 @@ def attend(
         [num_queries, heads * head_dim]
     """
     own_k, own_v = own if own is not None else (None, None)
-    solve = _Native if native.does_attention(q, q.shape[-1]) else _Tiled
+    solve = _Native if native.does_attention(q) else _Tiled
     out: Tensor = solve.apply(q, *context, own_k, own_v, tuple(tiles), sinks)
     return out.flatten(1)
 
