@@ -4,8 +4,8 @@ PyTorch's library keeps its AVX-512 kernels for Intel's processors, and none has
 several products and as many passes over the scores. Where the kernels were not built, the processor lacks AVX-512 or
 `PEAGLE_NATIVE=0` is set, `is_available()` is False and callers do without.
 
-Work is shared by as many Python threads as PyTorch has (the calls let go of Python's lock), so that the numbers do not
-depend on how many there are.
+Work is shared by the threads that PyTorch has, in parts that write apart, so that the numbers do not depend on how many
+there are.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,32 +25,57 @@ from torch import Tensor
 _SWITCH = "PEAGLE_NATIVE"
 _PANEL, _ROWS = 64, 112  # PANEL and STRIP of kernels.c
 # Fewer multiply-adds than this are not worth a second thread.
-_WORTH_SHARING = 1 << 22
+_WORTH_SHARING = 1 << 20
 # Multiply-adds in the time of one number of SwiGLU or softmax.
 _PER_ELEMENT = 64
-_size = ctypes.c_ssize_t
+_size, _pointer = ctypes.c_ssize_t, ctypes.c_void_p
+
+
+# The structs of kernels.c.
+
+
+def _fields(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *(*_fields(_pointer, "c"), *_fields(_size, "c_row")),
+        *(*_fields(_pointer, "a"), *_fields(_size, "a_row a_col")),
+        *(*_fields(_pointer, "b"), *_fields(_size, "b_row b_col m n k"), *_fields(_pointer, "room")),
+    )
+
+
+class _Swiglu(ctypes.Structure):
+    _fields_ = (*_fields(_pointer, "gate up hidden grad up_grad"), *_fields(_size, "n"))
+
+
+class _Softmax(ctypes.Structure):
+    _fields_ = (
+        *(*_fields(_pointer, "x"), *_fields(_size, "m n")),
+        *(*_fields(_pointer, "wanted"), *_fields(_size, "wanted_row"), *_fields(_pointer, "label")),
+        *(*_fields(_size, "is_written"), *_fields(_pointer, "best log_sum dot choice")),
+    )
 
 
 class _Tensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("row", _size), ("head", _size))
+    _fields_ = (*_fields(_pointer, "data"), *_fields(_size, "row head"))
 
 
 class _Tile(ctypes.Structure):
     _fields_ = (
-        *((name, _size) for name in ["own_first", "own_last", "context_first", "context_last", "masked", "mask_row"]),
-        *(("mask", ctypes.c_void_p), ("places", _size), ("place", ctypes.c_void_p)),
+        *_fields(_size, "own_first own_last context_first context_last masked mask_row"),
+        *(*_fields(_pointer, "mask"), *_fields(_size, "places"), *_fields(_pointer, "place")),
     )
 
 
 class _Attention(ctypes.Structure):
     _fields_ = (
-        *((name, _Tensor) for name in ["q", "k", "v", "own_k", "own_v", "out", "grad"]),
-        *((name, _Tensor) for name in ["q_grad", "k_grad", "v_grad", "own_k_grad", "own_v_grad"]),
-        ("log_sum", ctypes.c_void_p),
+        *_fields(_Tensor, "q k v own_k own_v out grad q_grad k_grad v_grad own_k_grad own_v_grad"),
+        *_fields(_pointer, "log_sum"),
         ("tiles", ctypes.POINTER(_Tile)),
-        *((name, _size) for name in ["num_tiles", "num_queries", "group", "head_dim", "first_head", "last_head"]),
-        ("scale", ctypes.c_float),
-        ("room", ctypes.c_void_p),
+        *_fields(_size, "num_tiles num_queries group head_dim first_head last_head most_rows most_keys is_backward"),
+        *(*_fields(ctypes.c_float, "scale"), *_fields(_pointer, "room")),
     )
 
 
@@ -98,22 +123,10 @@ def _library() -> ctypes.CDLL | None:
         return None
     if not library.peagle_supported():
         return None
-    pointer = ctypes.c_void_p
-    library.peagle_product.argtypes = (
-        *(pointer, _size),
-        *(pointer, _size, _size, pointer, _size, _size),
-        *(_size, _size, _size, pointer),
-    )
-    library.peagle_product.restype = None
-    library.peagle_swiglu.argtypes = (pointer, pointer, pointer, _size)
-    library.peagle_swiglu_backward.argtypes = (*(pointer,) * 5, _size)
-    library.peagle_softmax.argtypes = (
-        *(pointer, _size, _size, _size, pointer, _size, pointer),
-        *(ctypes.c_int, pointer, pointer, pointer, pointer),
-    )
-    library.peagle_swiglu.restype = library.peagle_swiglu_backward.restype = library.peagle_softmax.restype = None
-    library.peagle_attention.argtypes = (ctypes.POINTER(_Attention), _size, _size, ctypes.c_int)
-    library.peagle_attention.restype = None
+    for name in ("product", "swiglu", "swiglu_backward", "softmax", "attention"):
+        solve = getattr(library, f"peagle_{name}")
+        solve.argtypes, solve.restype = (_pointer,), None
+    library.peagle_share.argtypes, library.peagle_share.restype = (*(_pointer,) * 3, _size, _size), None
     library.peagle_attention_room.argtypes = (_size, _size, _size, ctypes.c_int)
     library.peagle_product_room.restype = library.peagle_attention_room.restype = _size
     return library
@@ -154,31 +167,33 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     assert out.shape == (num_rows, num_columns)
     assert out.stride(1) == 1 or num_columns == 1
 
-    def part(rows: slice, columns: slice) -> None:
+    def part(index: int, rows: slice, columns: slice) -> _Product:
         some_a, some_b, into = a[rows], b[:, columns], out[rows, columns]
-        _loaded().peagle_product(
+        return _Product(
             *(into.data_ptr(), into.stride(0)),
             *(some_a.data_ptr(), *some_a.stride(), some_b.data_ptr(), *some_b.stride()),
-            *(into.shape[0], into.shape[1], inner, _product_room()),
+            *(into.shape[0], into.shape[1], inner, rooms[index].data_ptr()),
         )
 
     threads = _threads_for(num_rows * inner * num_columns)
     whole = slice(0, num_rows), slice(0, num_columns)
     if num_columns >= threads * _PANEL:
-        _share([functools.partial(part, whole[0], some) for some in _cuts(num_columns, _PANEL, threads)])
+        parts = [(whole[0], some) for some in _cuts(num_columns, _PANEL, threads)]
     else:
-        _share([functools.partial(part, some, whole[1]) for some in _cuts(num_rows, _ROWS, threads)])
+        parts = [(some, whole[1]) for some in _cuts(num_rows, _ROWS, threads)]
+    rooms = _product_rooms(len(parts))
+    _solve("peagle_product", [part(index, *cut) for index, cut in enumerate(parts)])
     return out
 
 
-_rooms = threading.local()
+_kept = threading.local()
 
 
-def _product_room() -> int:
-    """Room for packed panels, one for each thread: fresh pages would cost as much as what is written to them."""
-    if not hasattr(_rooms, "product"):
-        _rooms.product = torch.empty(_loaded().peagle_product_room(), dtype=torch.float32)
-    found: int = _rooms.product.data_ptr()
+def _product_rooms(count: int) -> Tensor:
+    """Room for the packed panels of each part, kept: fresh pages would cost as much as what is written to them."""
+    if not hasattr(_kept, "rooms") or len(_kept.rooms) < count:
+        _kept.rooms = torch.empty(count, _loaded().peagle_product_room(), dtype=torch.float32)
+    found: Tensor = _kept.rooms
     return found
 
 
@@ -195,12 +210,7 @@ def does_elements(*tensors: Tensor) -> bool:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, without a graph."""
     out = torch.empty_like(gate)
-
-    def part(some: slice) -> None:
-        of = [x.view(-1)[some] for x in (gate, up, out)]
-        _loaded().peagle_swiglu(*(x.data_ptr() for x in of), of[0].numel())
-
-    _share_elements(part, gate.numel())
+    _solve_swiglu("peagle_swiglu", gate, up, out)
     return out
 
 
@@ -212,13 +222,15 @@ def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Ten
         grad: of what it returned; overwritten.
     """
     hidden, up_grad = torch.empty_like(gate), torch.empty_like(gate)
-
-    def part(some: slice) -> None:
-        of = [x.view(-1)[some] for x in (gate, up, grad, hidden, up_grad)]
-        _loaded().peagle_swiglu_backward(*(x.data_ptr() for x in of), of[0].numel())
-
-    _share_elements(part, gate.numel())
+    _solve_swiglu("peagle_swiglu_backward", gate, up, hidden, grad, up_grad)
     return hidden, grad, up_grad
+
+
+def _solve_swiglu(name: str, *tensors: Tensor) -> None:
+    length, absent = tensors[0].numel(), [None] * (5 - len(tensors))
+    cuts = _cuts(length, 1024, _threads_for(_PER_ELEMENT * length))
+    starts = [[x.data_ptr() + x.element_size() * some.start for x in tensors] for some in cuts]
+    _solve(name, [_Swiglu(*at, *absent, some.stop - some.start) for at, some in zip(starts, cuts)])
 
 
 @dataclass(frozen=True)
@@ -249,22 +261,16 @@ def softmax(logits: Tensor, wanted: Tensor | None, label_of_row: Tensor | None, 
     best, log_sum, dot = (logits.new_empty(num_rows) for _ in range(3))
     choice = logits.new_empty(num_rows, dtype=torch.int64) if wanted is None else None
 
-    def part(some: slice) -> None:
+    def part(some: slice) -> _Softmax:
         of = [None if x is None else x[some].data_ptr() for x in (logits, labels, best, log_sum, dot, choice)]
-        _loaded().peagle_softmax(
-            *(of[0], vocab_size, some.stop - some.start, vocab_size),
+        return _Softmax(
+            *(of[0], some.stop - some.start, vocab_size),
             *((None, 0) if wanted is None else (wanted.data_ptr(), wanted.stride(0))),
             *(of[1], is_written, *of[2:]),
         )
 
-    threads = _threads_for(_PER_ELEMENT * logits.numel())
-    _share([functools.partial(part, some) for some in _cuts(num_rows, 1, threads)])
+    _solve("peagle_softmax", [part(some) for some in _cuts(num_rows, 1, _threads_for(_PER_ELEMENT * logits.numel()))])
     return Softmax(best, log_sum, dot, choice)
-
-
-def _share_elements(part: Callable[[slice], None], length: int) -> None:
-    threads = _threads_for(_PER_ELEMENT * length)
-    _share([functools.partial(part, some) for some in _cuts(length, 1024, threads)])
 
 
 # -------------------- attention
@@ -301,7 +307,7 @@ def attention_backward(
         q, seen, tiles: as given to the forward.
         out, log_sum: what it returned.
         grad: of `out`.
-        grads: of the context's keys and values, which are added to, and of the own ones, which are written.
+        grads: of keys and values, context and own; added to.
 
     Returns:
         The gradient of `q`.
@@ -342,21 +348,19 @@ def _attend(
     given = [q, seen.k, seen.v, seen.own_k, seen.own_v, out, grad, q_grad]
     given += [None] * 4 if grads is None else [grads.k, grads.v, grads.own_k, grads.own_v]
     is_backward = grads is not None
-    room_size = library.peagle_attention_room(most_rows, most_keys, head_dim, is_backward)
+    cuts = _cuts(kv_heads, 1, num_threads())
+    rooms = q.new_empty(len(cuts), library.peagle_attention_room(most_rows, most_keys, head_dim, is_backward))
 
-    def part(own_heads: slice) -> None:
-        room = q.new_empty(room_size)
-        call = _Attention(
+    def part(own_heads: slice, room: Tensor) -> _Attention:
+        return _Attention(
             *(_given(tensor) for tensor in given),
             log_sum.data_ptr(),
             laid,
             *(len(tiles), num_queries, heads // kv_heads, head_dim, own_heads.start, own_heads.stop),
-            head_dim**-0.5,
-            room.data_ptr(),
+            *(most_rows, most_keys, is_backward, head_dim**-0.5, room.data_ptr()),
         )
-        library.peagle_attention(call, most_rows, most_keys, is_backward)
 
-    _share([functools.partial(part, some) for some in _cuts(kv_heads, 1, torch.get_num_threads())])
+    _solve("peagle_attention", [part(some, room) for some, room in zip(cuts, rooms)])
 
 
 def _given(x: Tensor | None) -> _Tensor:
@@ -376,8 +380,23 @@ def _dense_seen(seen: Seen) -> Seen:
 # -------------------- threads
 
 
+@functools.cache
+def _parallel() -> int | None:
+    """Address of `GOMP_parallel` of the OpenMP library that PyTorch has loaded, if it has one."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    return ctypes.cast(found, _pointer).value
+
+
+def num_threads() -> int:
+    """Threads that share the work: PyTorch's, or one where they can't be borrowed."""
+    return torch.get_num_threads() if _parallel() else 1
+
+
 def _threads_for(multiply_adds: int) -> int:
-    return torch.get_num_threads() if multiply_adds >= _WORTH_SHARING else 1
+    return num_threads() if multiply_adds >= _WORTH_SHARING else 1
 
 
 def _cuts(length: int, unit: int, most: int) -> list[slice]:
@@ -388,22 +407,12 @@ def _cuts(length: int, unit: int, most: int) -> list[slice]:
     return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends)]
 
 
-def _share(parts: list[Callable[[], None]]) -> None:
-    """Run all, the first in this thread."""
-    waiting = [_pool().submit(one) for one in parts[1:]]
-    try:
-        parts[0]()
-    finally:  # what they write to must outlive them
-        for one in waiting:
-            one.exception()
-    for one in waiting:
-        one.result()
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="peagle-native")
-
-
-# A forked process has none of its parent's threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+def _solve(name: str, parts: Sequence[ctypes.Structure]) -> None:
+    """Run a function of kernels.c on each part; several at once, by PyTorch's threads."""
+    solve: Any = getattr(_loaded(), name)
+    if len(parts) == 1:
+        solve(ctypes.byref(parts[0]))
+        return
+    kind = type(parts[0])
+    laid = (kind * len(parts))(*parts)
+    _loaded().peagle_share(_parallel(), solve, laid, ctypes.sizeof(kind), len(parts))

@@ -5,7 +5,8 @@
  * loads, near the core's peak wherever B lies in the second-level cache; so B is packed into panels of 64 columns.
  * Vectors are GCC's (clang has them too), so the compiler allocates registers; there is no assembly.
  *
- * Called through ctypes, which lets go of Python's lock. Nothing here allocates, or knows of Python.
+ * Called through ctypes, which lets go of Python's lock. Nothing here allocates, or knows of Python. Each function that is
+ * called takes one struct: a part of the work, whose results no other part touches, so that parts may run at once.
  */
 #include <stddef.h>
 
@@ -152,26 +153,36 @@ static AVX512 void pack_strip(float *to, const float *a, size a_row, size a_col,
 }
 
 /* c[m, n] = a[m, k] b[k, n], each with its own strides, c's columns next to each other. room: PRODUCT_ROOM floats. */
-AVX512 void peagle_product(float *c, size c_row, const float *a, size a_row, size a_col, const float *b, size b_row,
-                           size b_col, size m, size n, size k, float *room) {
-    const int by_strip = a_col != 1;
+typedef struct {
+    float *c;
+    size c_row;
+    const float *a;
+    size a_row, a_col;
+    const float *b;
+    size b_row, b_col, m, n, k;
+    float *room;
+} Product;
+
+AVX512 void peagle_product(const void *part) {
+    const Product of = *(const Product *)part;
+    const int by_strip = of.a_col != 1;
     const size most_deep = by_strip ? STRIP_DEEP : DEEP, most_wide = by_strip ? STRIP_WIDE : WIDE;
-    const size pieces = (k + most_deep - 1) / most_deep, step = (k + pieces - 1) / pieces;
-    float *strip = room + STRIP_DEEP * STRIP_WIDE, *edge = strip + STRIP_DEEP * STRIP;
-    for (size left = 0; left < n; left += most_wide)
-        for (size top = 0; top < k; top += step) {
-            const size deep = k - top < step ? k - top : step, wide = n - left < most_wide ? n - left : most_wide;
-            const float *from = a + top * a_col;
+    const size pieces = (of.k + most_deep - 1) / most_deep, step = (of.k + pieces - 1) / pieces;
+    float *panels = of.room, *strip = panels + STRIP_DEEP * STRIP_WIDE, *edge = strip + STRIP_DEEP * STRIP;
+    for (size left = 0; left < of.n; left += most_wide)
+        for (size top = 0; top < of.k; top += step) {
+            const size deep = of.k - top < step ? of.k - top : step, wide = of.n - left < most_wide ? of.n - left : most_wide;
+            const float *from = of.a + top * of.a_col;
             for (size j = 0; j < wide; j += PANEL)
-                pack(room + j * deep, b + top * b_row + (left + j) * b_col, b_row, b_col, deep, wide - j);
+                pack(panels + j * deep, of.b + top * of.b_row + (left + j) * of.b_col, of.b_row, of.b_col, deep, wide - j);
             if (!by_strip) {
-                strip_product(c + left, c_row, from, a_row, 1, room, m, wide, deep, top > 0, edge);
+                strip_product(of.c + left, of.c_row, from, of.a_row, 1, panels, of.m, wide, deep, top > 0, edge);
                 continue;
             }
-            for (size i = 0; i < m; i += STRIP) {
-                const size rows = m - i < STRIP ? m - i : STRIP;
-                pack_strip(strip, from + i * a_row, a_row, a_col, rows, deep);
-                strip_product(c + i * c_row + left, c_row, strip, 1, STRIP, room, rows, wide, deep, top > 0, edge);
+            for (size i = 0; i < of.m; i += STRIP) {
+                const size rows = of.m - i < STRIP ? of.m - i : STRIP;
+                pack_strip(strip, from + i * of.a_row, of.a_row, of.a_col, rows, deep);
+                strip_product(of.c + i * of.c_row + left, of.c_row, strip, 1, STRIP, panels, rows, wide, deep, top > 0, edge);
             }
         }
 }
@@ -227,41 +238,63 @@ INLINE void store_some(float *p, vec x, size n) {
 #define READ(p) (n - i >= LANES ? load((p) + i) : load_some((p) + i, n - i))
 #define WRITE(p, x) (n - i >= LANES ? store((p) + i, x) : store_some((p) + i, x, n - i))
 
-/* out = silu(gate) * up */
-AVX512 void peagle_swiglu(const float *gate, const float *up, float *out, size n) {
+/* n numbers of each. `hidden` is silu(gate) * up, written. Backward: from d loss / d hidden in `grad` also up_grad, and
+ * gate's in place of `grad`. */
+typedef struct {
+    const float *gate, *up;
+    float *hidden, *grad, *up_grad;
+    size n;
+} Swiglu;
+
+AVX512 void peagle_swiglu(const void *part) {
+    const Swiglu of = *(const Swiglu *)part;
+    const size n = of.n;
     for (size i = 0; i < n; i += LANES) {
-        const vec g = READ(gate);
-        WRITE(out, g * sigmoid(g) * READ(up));
+        const vec g = READ(of.gate);
+        WRITE(of.hidden, g * sigmoid(g) * READ(of.up));
     }
 }
 
-/* hidden = silu(gate) * up once more; from d loss / d hidden in `grad`: up_grad, and gate's in place of `grad`. */
-AVX512 void peagle_swiglu_backward(const float *gate, const float *up, float *grad, float *hidden, float *up_grad, size n) {
+AVX512 void peagle_swiglu_backward(const void *part) {
+    const Swiglu of = *(const Swiglu *)part;
+    const size n = of.n;
     for (size i = 0; i < n; i += LANES) {
-        const vec g = READ(gate), u = READ(up), d = READ(grad), s = sigmoid(g), silu = g * s;
-        WRITE(hidden, silu * u);
-        WRITE(up_grad, silu * d);
-        WRITE(grad, d * u * (s + silu * (all(1.0f) - s)));
+        const vec g = READ(of.gate), u = READ(of.up), d = READ(of.grad), s = sigmoid(g), silu = g * s;
+        WRITE(of.hidden, silu * u);
+        WRITE(of.up_grad, silu * d);
+        WRITE(of.grad, d * u * (s + silu * (all(1.0f) - s)));
     }
 }
 
 /* Rows of logits x, [m, n]: best, the largest; log_sum of the sum of exp(x); choice, the first place of the largest.
  * With `wanted` (row label[r] of it, a distribution): dot = sum x wanted, and x becomes softmax(x) - wanted. Without:
  * dot = sum x softmax(x), and x becomes softmax(x). x stays as it is unless `is_written`. */
-AVX512 void peagle_softmax(float *x, size x_row, size m, size n, const float *wanted, size wanted_row,
-                           const long long *label, int is_written, float *best, float *log_sum, float *dot,
-                           long long *choice) {
-    for (size r = 0; r < m; r++, x += x_row) {
-        const float *want = wanted ? wanted + label[r] * wanted_row : NULL;
+typedef struct {
+    float *x;
+    size m, n;
+    const float *wanted;
+    size wanted_row;
+    const long long *label;
+    size is_written;
+    float *best, *log_sum, *dot;
+    long long *choice;
+} Softmax;
+
+AVX512 void peagle_softmax(const void *part) {
+    const Softmax of = *(const Softmax *)part;
+    const size n = of.n;
+    for (size r = 0; r < of.m; r++) {
+        float *x = of.x + r * n;
+        const float *want = of.wanted ? of.wanted + of.label[r] * of.wanted_row : NULL;
         vec top[4] = {all(x[0]), all(x[0]), all(x[0]), all(x[0])}, sum[2] = {0}, product[2] = {0};
         size i = 0;
         for (; i + 4 * LANES <= n; i += 4 * LANES)
             for (int j = 0; j < 4; j++) top[j] = larger(load(x + i + j * LANES), top[j]);
         float most = largest_of(larger(larger(top[0], top[1]), larger(top[2], top[3])));
         for (; i < n; i++) most = most > x[i] ? most : x[i];
-        if (choice) {
+        if (of.choice) {
             for (i = 0; i < n && !(x[i] >= most);) i++;
-            choice[r] = i < n ? i : 0;
+            of.choice[r] = i < n ? i : 0;
         }
         for (i = 0; i < n; i += LANES) {
             const vec one = READ(x);
@@ -270,13 +303,13 @@ AVX512 void peagle_softmax(float *x, size x_row, size m, size n, const float *wa
                 for (size j = n - i; j < LANES; j++) p[j] = 0;
             sum[i / LANES % 2] += p;
             product[i / LANES % 2] += one * (want ? READ(want) : p);
-            if (is_written) WRITE(x, p);
+            if (of.is_written) WRITE(x, p);
         }
         const float total = sum_of(sum[0] + sum[1]), share = 1.0f / total;
-        best[r] = most;
-        log_sum[r] = most + __builtin_logf(total);
-        dot[r] = sum_of(product[0] + product[1]) * (want ? 1.0f : share);
-        if (!is_written) continue;
+        of.best[r] = most;
+        of.log_sum[r] = most + __builtin_logf(total);
+        of.dot[r] = sum_of(product[0] + product[1]) * (want ? 1.0f : share);
+        if (!of.is_written) continue;
         for (i = 0; i < n; i += LANES) WRITE(x, want ? READ(x) * share - READ(want) : READ(x) * share);
     }
 }
@@ -304,15 +337,16 @@ typedef struct {
     const int *place;
 } Tile;
 
-/* One call. Own keys may be missing (data is NULL). Heads first_head to last_head of the keys are done. */
+/* Heads first_head to last_head of the keys, and the queries of each. Own keys may be missing (data is NULL). */
 typedef struct {
     Tensor q, k, v, own_k, own_v, out, grad;    /* grad: of out, backward only */
-    Tensor q_grad, k_grad, v_grad, own_k_grad, own_v_grad; /* written (q, own) and added to (k, v) by the backward */
+    Tensor q_grad, k_grad, v_grad, own_k_grad, own_v_grad; /* written (q) and added to by the backward */
     float *log_sum;                             /* [query heads, queries] */
     const Tile *tiles;
     size num_tiles, num_queries, group, d, first_head, last_head;
+    size most_rows, most_keys, is_backward; /* of a tile, of a run of context */
     float scale;
-    float *room;
+    float *room; /* peagle_attention_room floats */
 } Attention;
 
 INLINE size rounded(size n) { return (n + PANEL - 1) / PANEL * PANEL; }
@@ -337,19 +371,49 @@ typedef struct {
     size column;      /* which column of all scores the first of them is */
 } Keys;
 
-/* scores[rows, n] of one block: queries (or gradients) times keys (or values) of columns at to at + n. */
-INLINE void scores_of(float *scores, const float *rows, const float *across, size at, size n, size num_rows, size d) {
-    for (size j = 0; j < n; j += PANEL)
-        multiply(scores + j, SCORES, rows, d, 1, across + (at + j) / PANEL * d * PANEL, num_rows, d, 0);
+/* A block: n keys from `at` of their run on, the first of them in `column` of all scores, of which the mask is added from
+ * column `from` on. */
+typedef struct {
+    size at, n, column, from;
+} Block;
+
+/* Panels of a block: keys first to last, where last may be the block's end. */
+typedef struct {
+    size first, last;
+} Part;
+
+INLINE int is_masked(Block block) { return block.column + block.n > block.from; }
+
+/* What num_rows rows see of a block: all but the panels at either end in which the mask hides every key from each. */
+static AVX512 Part seen(Block block, const Tile *tile, size row, size num_rows) {
+    Part found = {0, 0};
+    for (size j = 0; j < block.n; j += PANEL) {
+        const size end = j + PANEL < block.n ? j + PANEL : block.n;
+        int is_seen = block.column + j < block.from;
+        for (size r = row; r < row + num_rows && !is_seen; r++) {
+            const float *mask = tile->mask + r * tile->mask_row + block.column - block.from;
+            for (size l = j; l < end; l++) is_seen |= mask[l] > -__builtin_inff();
+        }
+        if (!is_seen) continue;
+        if (found.last == 0) found.first = j;
+        found.last = end;
+    }
+    return found;
+}
+
+/* scores[rows, part] of a block: queries (or gradients) times keys (or values). */
+INLINE void scores_of(float *scores, const float *rows, const float *across, Block block, Part part, size num_rows, size d) {
+    for (size j = part.first; j < part.last; j += PANEL)
+        multiply(scores + j, SCORES, rows, d, 1, across + (block.at + j) / PANEL * d * PANEL, num_rows, d, 0);
 }
 
 /* Add the mask, and nothing but -inf behind the last key. */
-INLINE void hide(float *scores, const Tile *tile, size row, size num_rows, size column, size n, size num_columns) {
-    const size from = num_columns - tile->masked;
+INLINE void hide(float *scores, const Tile *tile, size row, size num_rows, Block block, Part part) {
+    const size begin = block.from - block.column > part.first ? block.from - block.column : part.first;
     for (size r = 0; r < num_rows; r++) {
-        for (size j = from > column ? from - column : 0; j < n; j++)
-            scores[r * SCORES + j] += tile->mask[(row + r) * tile->mask_row + column + j - from];
-        for (size j = n; j < rounded(n); j++) scores[r * SCORES + j] = -__builtin_inff();
+        for (size j = begin; j < part.last; j++)
+            scores[r * SCORES + j] += tile->mask[(row + r) * tile->mask_row + block.column + j - block.from];
+        for (size j = part.last; j < rounded(part.last); j++) scores[r * SCORES + j] = -__builtin_inff();
     }
 }
 
@@ -369,23 +433,29 @@ typedef struct {
     float *rows_along, *grads_along; /* rows and grads in panels, [d / 64][num_rows][64] */
 } Queries;
 
+INLINE Block block_at(const Keys *keys, const Tile *tile, size at, size num_columns) {
+    const size n = keys->stop - at < BLOCK ? keys->stop - at : BLOCK;
+    return (Block){at, n, keys->column + at - keys->start, num_columns - tile->masked};
+}
+
 static AVX512 void forward_run(const Attention *call, const Tile *tile, const Queries *of, const Keys *keys, float *scores,
                                size num_columns) {
     const size d = call->d;
     for (size at = keys->start; at < keys->stop; at += BLOCK) {
-        const size n = keys->stop - at < BLOCK ? keys->stop - at : BLOCK, column = keys->column + at - keys->start;
+        const Block block = block_at(keys, tile, at, num_columns);
         for (size i = 0; i < of->num_rows; i += GROUP) {
             const size here = of->num_rows - i < GROUP ? of->num_rows - i : GROUP;
+            const Part part = seen(block, tile, i, here);
             float *found = of->found + i * d;
-            scores_of(scores, of->rows + i * d, keys->k_across, at, n, here, d);
-            hide(scores, tile, i, here, column, n, num_columns);
+            scores_of(scores, of->rows + i * d, keys->k_across, block, part, here, d);
+            hide(scores, tile, i, here, block, part);
             for (size r = 0; r < here; r++) {
                 float *row = scores + r * SCORES;
                 const float before = of->top[i + r];
                 vec most = all(before), sum = {0};
-                for (size j = 0; j < rounded(n); j += LANES) most = larger(load(row + j), most);
+                for (size j = part.first; j < rounded(part.last); j += LANES) most = larger(load(row + j), most);
                 const float now = largest_of(most);
-                for (size j = 0; j < rounded(n); j += LANES) {
+                for (size j = part.first; j < rounded(part.last); j += LANES) {
                     const vec p = exponential(load(row + j) - all(now));
                     store(row + j, p);
                     sum += p;
@@ -399,40 +469,57 @@ static AVX512 void forward_run(const Attention *call, const Tile *tile, const Qu
                 of->total[i + r] += sum_of(sum);
             }
             for (size j = 0; j < d; j += PANEL)
-                multiply(found + j, d, scores, SCORES, 1, keys->along + (j / PANEL * keys->held + at) * PANEL, here, n, 1);
+                multiply(found + j, d, scores + part.first, SCORES, 1,
+                         keys->along + (j / PANEL * keys->held + at + part.first) * PANEL, here, part.last - part.first, 1);
         }
     }
 }
 
-/* Gradients of one run of keys. Those of keys and values go to k_grad and v_grad, from row `base` on. */
-static AVX512 void backward_run(const Attention *call, const Tile *tile, const Queries *of, const Keys *keys, size head,
-                                Tensor k_grad, Tensor v_grad, size base, int add, float *probs, float *inner,
-                                size num_columns) {
+/* Where a run's gradients of keys and values go: rows of one head, of which the run's first is `base`. */
+typedef struct {
+    Tensor k, v;
+    size head, base;
+} Sinks;
+
+/* sinks of a block's part += scores' transpose (probs: of values; inner: of keys) times num_rows rows of queries from i on. */
+static AVX512 void send(const Sinks *sinks, const Queries *of, const float *probs, const float *inner, Block block,
+                        Part part, size i, size num_rows, size d) {
+    const size first = i * SCORES + part.first, row = sinks->base + block.at + part.first;
+    for (size j = 0; j < d; j += PANEL) {
+        float *to_k = (float *)sinks->k.data + row * sinks->k.row + sinks->head * sinks->k.head + j;
+        float *to_v = (float *)sinks->v.data + row * sinks->v.row + sinks->head * sinks->v.head + j;
+        const size from = j * of->num_rows + i * PANEL;
+        multiply(to_k, sinks->k.row, inner + first, 1, SCORES, of->rows_along + from, part.last - part.first, num_rows, 1);
+        multiply(to_v, sinks->v.row, probs + first, 1, SCORES, of->grads_along + from, part.last - part.first, num_rows, 1);
+    }
+}
+
+/* Gradients of one run of keys. */
+static AVX512 void backward_run(const Attention *call, const Tile *tile, const Queries *of, const Keys *keys,
+                                const Sinks *sinks, float *probs, float *inner, size num_columns) {
     const size d = call->d;
     for (size at = keys->start; at < keys->stop; at += BLOCK) {
-        const size n = keys->stop - at < BLOCK ? keys->stop - at : BLOCK, column = keys->column + at - keys->start;
+        const Block block = block_at(keys, tile, at, num_columns);
         for (size i = 0; i < of->num_rows; i += GROUP) {
             const size here = of->num_rows - i < GROUP ? of->num_rows - i : GROUP;
+            const Part part = seen(block, tile, i, here);
             float *p = probs + i * SCORES, *g = inner + i * SCORES;
-            scores_of(p, of->rows + i * d, keys->k_across, at, n, here, d);
-            hide(p, tile, i, here, column, n, num_columns);
-            scores_of(g, of->grads + i * d, keys->v_across, at, n, here, d);
+            scores_of(p, of->rows + i * d, keys->k_across, block, part, here, d);
+            hide(p, tile, i, here, block, part);
+            scores_of(g, of->grads + i * d, keys->v_across, block, part, here, d);
             for (size r = 0; r < here; r++)
-                for (size j = 0; j < rounded(n); j += LANES) {
+                for (size j = part.first; j < rounded(part.last); j += LANES) {
                     const vec one = exponential(load(p + r * SCORES + j) - all(of->log_sum[i + r]));
                     store(p + r * SCORES + j, one);
                     store(g + r * SCORES + j, one * (load(g + r * SCORES + j) - all(of->pull[i + r])));
                 }
             for (size j = 0; j < d; j += PANEL)
-                multiply(of->found + i * d + j, d, g, SCORES, 1, keys->along + (j / PANEL * keys->held + at) * PANEL,
-                         here, n, 1);
+                multiply(of->found + i * d + j, d, g + part.first, SCORES, 1,
+                         keys->along + (j / PANEL * keys->held + at + part.first) * PANEL, here, part.last - part.first, 1);
+            if (is_masked(block)) send(sinks, of, probs, inner, block, part, i, here, d);
         }
-        for (size j = 0; j < d; j += PANEL) {
-            float *to_k = (float *)k_grad.data + (base + at) * k_grad.row + head * k_grad.head + j;
-            float *to_v = (float *)v_grad.data + (base + at) * v_grad.row + head * v_grad.head + j;
-            multiply(to_k, k_grad.row, inner, 1, SCORES, of->rows_along + j * of->num_rows, n, of->num_rows, add);
-            multiply(to_v, v_grad.row, probs, 1, SCORES, of->grads_along + j * of->num_rows, n, of->num_rows, add);
-        }
+        /* Rows that see the same keys go together: the more, the less often a gradient is read and written. */
+        if (!is_masked(block)) send(sinks, of, probs, inner, block, (Part){0, block.n}, 0, of->num_rows, d);
     }
 }
 
@@ -526,7 +613,8 @@ static AVX512 void forward_tile(const Attention *call, const Tile *tile, size q,
 static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q, Queries *of, Queries *few,
                                  const Keys *context, const Keys *own, size apart, float *probs, float *inner) {
     const size d = call->d, head = q / call->group, num_columns = context->stop + (own ? of->num_rows : 0);
-    const size base = tile->context_first;
+    const Sinks sinks = {call->k_grad, call->v_grad, head, tile->context_first};
+    const Sinks own_sinks = {call->own_k_grad, call->own_v_grad, head, tile->own_first};
     Keys rest = *context;
     gather(of->grads, call->grad, q, tile->own_first, tile->own_last, d, 1.0f);
     clear(of->found, of->num_rows * d, 0);
@@ -544,7 +632,7 @@ static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q
         distinct(tile, of, few, d, 1);
         clear(few->found, few->num_rows * d, 0);
         along(few, d);
-        backward_run(call, tile, few, &shared, head, call->k_grad, call->v_grad, base, 1, probs, inner, num_columns);
+        backward_run(call, tile, few, &shared, &sinks, probs, inner, num_columns);
         /* Equal queries come from one tensor, which gets the sum of their gradients: the last of them brings it. */
         for (size r = of->num_rows; r-- > 0;) {
             float *from = few->found + tile->place[r] * d;
@@ -552,19 +640,18 @@ static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q
         }
     }
     along(of, d);
-    backward_run(call, tile, of, &rest, head, call->k_grad, call->v_grad, base, 1, probs, inner, num_columns);
-    /* The first query head of a group writes the gradients of own keys, the others add. */
-    if (own)
-        backward_run(call, tile, of, own, head, call->own_k_grad, call->own_v_grad, tile->own_first, q % call->group > 0,
-                     probs, inner, num_columns);
+    backward_run(call, tile, of, &rest, &sinks, probs, inner, num_columns);
+    if (own) backward_run(call, tile, of, own, &own_sinks, probs, inner, num_columns);
     for (size i = 0; i < of->num_rows; i++) {
         float *to = (float *)call->q_grad.data + (tile->own_first + i) * call->q_grad.row + q * call->q_grad.head;
         for (size j = 0; j < d; j += LANES) store(to + j, load(of->found + i * d + j) * call->scale);
     }
 }
 
-AVX512 void peagle_attention(const Attention *call, size most_rows, size most_keys, int is_backward) {
-    const size d = call->d;
+AVX512 void peagle_attention(const void *part) {
+    const Attention *call = part;
+    const size d = call->d, most_rows = call->most_rows, most_keys = call->most_keys;
+    const int is_backward = call->is_backward;
     float *room = call->room;
     float *k_across = put(&room, rounded(most_keys) * d), *read_along = put(&room, rounded(most_keys) * d);
     float *own_k_across = put(&room, rounded(most_rows) * d), *own_along = put(&room, rounded(most_rows) * d);
@@ -609,6 +696,30 @@ AVX512 void peagle_attention(const Attention *call, size most_rows, size most_ke
             }
         }
     }
+}
+
+/* ---------- threads ---------- */
+
+/* GOMP_parallel of the OpenMP library that PyTorch uses: runs a function in each of its threads. Its threads spin for a
+ * while once they have nothing to do, so threads of our own would fight with them for the cores. */
+typedef void (*Parallel)(void (*run)(void *), void *data, unsigned num_threads, unsigned flags);
+
+typedef struct {
+    void (*solve)(const void *);
+    const char *parts;
+    size part_size, num_parts, next;
+} Shared;
+
+static void take_parts(void *data) {
+    Shared *of = data;
+    size i;
+    while ((i = __atomic_fetch_add(&of->next, 1, __ATOMIC_RELAXED)) < of->num_parts) of->solve(of->parts + i * of->part_size);
+}
+
+/* Solve parts that lie part_size bytes apart, in as many threads as PyTorch has. */
+void peagle_share(Parallel parallel, void (*solve)(const void *), const void *parts, size part_size, size num_parts) {
+    Shared of = {solve, parts, part_size, num_parts, 0};
+    parallel(take_parts, &of, 0, 0);
 }
 
 int peagle_supported(void) {

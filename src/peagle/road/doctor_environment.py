@@ -66,11 +66,11 @@ def _device() -> Finding:
         return Finding("device", "ok", ", ".join(names))
     threads = torch.get_num_threads()
     told = "1 thread" if threads == 1 else f"{threads} threads"
-    told += (
-        ", our own kernels"
-        if native.is_available()
-        else ", PyTorch's products (no AVX-512, or no C compiler was there)"
-    )
+    if not native.is_available():
+        told += ", PyTorch's products (no AVX-512, or no C compiler was there)"
+    else:
+        alone = " on one thread (no OpenMP in this PyTorch)" if native.num_threads() < threads else ""
+        told += f", our own kernels{alone}"
     return Finding("device", "ok", f"CPU, {told}; fine for small verifiers, an 8B one wants a GPU")
 
 

@@ -230,8 +230,7 @@ def _rollout(
     attention: AttentionName,
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
-    longest = max(last - first for first, last in base.bounds)
-    part_slots = None if attention == "flex" else tiles.rows_of_tile(masks.entered.q, longest)
+    part_slots = None if attention == "flex" else tiles.rows_of_tile(masks.entered.q)
     parts = _attention_parts(anchor, depth, base, batch.document_ids, part_slots)
     block = slice(parts[0][1].first, parts[-1][1].last)
     rope_pos = batch.rope_pos[anchor] + depth

@@ -25,11 +25,9 @@ KEEP_BYTES = 64 << 20
 # Keys whose scores are held at a time: a megabyte of scores stays near the core, at any context length. Not a power of
 # two, at which reading columns of scores is a third slower.
 PART_KEYS = 1008
-# Queries of a tile: fewer waste less among themselves, most of whose keys are masked; more make larger matrix products.
-# Flat between 96 and 320 with PyTorch's products. Ours are as good with few rows while the keys, which each tile reads
-# once, stay near: so they grow with the context, up to a point where no more is won.
-TILE_ROWS, NATIVE_TILE_ROWS = 160, 56
-KEYS_PER_NATIVE_ROWS, MOST_NATIVE_ROWS = 4096, 168
+# Queries of a tile: flat between 96 and 320 with PyTorch's products, which meet every key for every query; ours pass
+# over what a few neighbours do not see, so that only the keys count, which each tile reads once.
+TILE_ROWS, NATIVE_TILE_ROWS = 160, 168
 
 
 def fits(q: Tensor) -> bool:
@@ -37,16 +35,9 @@ def fits(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
 
 
-def rows_of_tile(q: Tensor, num_keys: int) -> int:
-    """Queries to put into a tile.
-
-    Args:
-        q: queries such as these, [..., heads, head_dim].
-        num_keys: context keys of the longest document.
-    """
-    if not native.does_attention(q):
-        return TILE_ROWS
-    return min(NATIVE_TILE_ROWS * max(1, num_keys // KEYS_PER_NATIVE_ROWS), MOST_NATIVE_ROWS)
+def rows_of_tile(q: Tensor) -> int:
+    """Queries to put into a tile, of queries such as these, [..., heads, head_dim]."""
+    return NATIVE_TILE_ROWS if native.does_attention(q) else TILE_ROWS
 
 
 def attend(
@@ -100,7 +91,7 @@ class _Native(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, context_k, context_v, own_k, own_v, out, log_sum = ctx.saved_tensors
         k_grad, v_grad = ctx.sinks or (torch.zeros_like(context_k), torch.zeros_like(context_v))
-        own_grads = (None, None) if own_k is None else (torch.empty_like(own_k), torch.empty_like(own_v))
+        own_grads = (None, None) if own_k is None else (torch.zeros_like(own_k), torch.zeros_like(own_v))
         seen, found = native.Seen(context_k, context_v, own_k, own_v), native.Seen(k_grad, v_grad, *own_grads)
         q_grad = native.attention_backward(q, seen, ctx.tiles, out, log_sum, grads[0], found)
         return q_grad, *((None, None) if ctx.sinks is not None else (k_grad, v_grad)), *own_grads, None, None
@@ -275,7 +266,7 @@ def causal_tiles(bounds: list[tuple[int, int]], like: Tensor) -> list[Tile]:
         bounds: range of rows of each document, covering all of them.
         like: queries; masks are made in their dtype.
     """
-    rows = rows_of_tile(like, max(last - first for first, last in bounds))
+    rows = rows_of_tile(like)
     triangle = torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
     tiles = []
     for first, last in bounds:
