@@ -254,6 +254,27 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+@pytest.mark.parametrize("with_places", [False, True])
+def test_the_number_of_threads_changes_no_bit(kv_heads: int, with_places: bool) -> None:
+    """Threads that share a head add to the same gradients: in one order, or sums would differ."""
+    lengths, counts = (300, 700, 700, 300, 300), (6, kv_heads, kv_heads, kv_heads, kv_heads)
+    leaves = [drawn(n, count, 64, seed=seed).requires_grad_() for seed, (n, count) in enumerate(zip(lengths, counts))]
+    tiles = chain_tiles(300, 700, 40, with_places)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in [1, 2, 3, 4, 6] * 5:
+            torch.set_num_threads(threads)
+            out = attend(leaves[0], (leaves[1], leaves[2]), (leaves[3], leaves[4]), tiles, None)
+            found.append([out, *gradients(out, leaves)])
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for one, other in zip(found[0], others):
+            assert torch.equal(one, other)
+
+
+@needs_kernels
 def test_pytorchs_threads_share_the_work() -> None:
     """Else the tests above with several threads would hold because there is one."""
     code = """

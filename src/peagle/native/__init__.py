@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ class _Attention(ctypes.Structure):
         *_fields(_pointer, "log_sum"),
         ("tiles", ctypes.POINTER(_Tile)),
         *_fields(_size, "num_tiles num_queries group head_dim first_head last_head most_rows most_keys is_backward"),
+        *_fields(_pointer, "turns"),
         *(*_fields(ctypes.c_float, "scale"), *_fields(_pointer, "room")),
     )
 
@@ -348,16 +350,20 @@ def _attend(
     given = [q, seen.k, seen.v, seen.own_k, seen.own_v, out, grad, q_grad]
     given += [None] * 4 if grads is None else [grads.k, grads.v, grads.own_k, grads.own_v]
     is_backward = grads is not None
-    cuts = _cuts(kv_heads, 1, num_threads())
+    # Heads of keys are independent; threads that have no head for themselves share one.
+    threads, group = num_threads(), heads // kv_heads
+    num_teams = math.gcd(threads, kv_heads)
+    cuts = [cut for cut in _cuts(kv_heads, 1, num_teams) for _ in range(threads // num_teams)]
     rooms = q.new_empty(len(cuts), library.peagle_attention_room(most_rows, most_keys, head_dim, is_backward))
+    turns = torch.zeros(kv_heads, 1 + len(tiles) * group, dtype=torch.int64)
 
     def part(own_heads: slice, room: Tensor) -> _Attention:
         return _Attention(
             *(_given(tensor) for tensor in given),
             log_sum.data_ptr(),
             laid,
-            *(len(tiles), num_queries, heads // kv_heads, head_dim, own_heads.start, own_heads.stop),
-            *(most_rows, most_keys, is_backward, head_dim**-0.5, room.data_ptr()),
+            *(len(tiles), num_queries, group, head_dim, own_heads.start, own_heads.stop),
+            *(most_rows, most_keys, is_backward, turns.data_ptr(), head_dim**-0.5, room.data_ptr()),
         )
 
     _solve("peagle_attention", [part(some, room) for some, room in zip(cuts, rooms)])

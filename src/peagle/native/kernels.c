@@ -8,6 +8,8 @@
  * Called through ctypes, which lets go of Python's lock. Nothing here allocates, or knows of Python. Each function that is
  * called takes one struct: a part of the work, whose results no other part touches, so that parts may run at once.
  */
+#include <limits.h>
+#include <sched.h>
 #include <stddef.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -337,7 +339,11 @@ typedef struct {
     const int *place;
 } Tile;
 
-/* Heads first_head to last_head of the keys, and the queries of each. Own keys may be missing (data is NULL). */
+/* Heads first_head to last_head of the keys, and the queries of each. Own keys may be missing (data is NULL).
+ *
+ * Work on a head is a row of turns: each tile with each of the head's query heads, in order. Parts with the same heads
+ * share them. turns, [heads, 1 + num_tiles * group] and zero at first, says for each head which turn is the next that
+ * nobody took, and how far each turn came. */
 typedef struct {
     Tensor q, k, v, own_k, own_v, out, grad;    /* grad: of out, backward only */
     Tensor q_grad, k_grad, v_grad, own_k_grad, own_v_grad; /* written (q) and added to by the backward */
@@ -345,6 +351,7 @@ typedef struct {
     const Tile *tiles;
     size num_tiles, num_queries, group, d, first_head, last_head;
     size most_rows, most_keys, is_backward; /* of a tile, of a run of context */
+    size *turns;
     float scale;
     float *room; /* peagle_attention_room floats */
 } Attention;
@@ -494,12 +501,29 @@ static AVX512 void send(const Sinks *sinks, const Queries *of, const float *prob
     }
 }
 
+/* Turns of one head add to the same gradients of keys. Each comes to a key after the turn before it, so that sums have
+ * one order, however many threads there are: a turn follows the other at the distance of a block. */
+typedef struct {
+    size *before, *own; /* how far they came, in columns of scores from the first context key of all; before may be NULL */
+} Turn;
+
+static void wait_for(const Turn *turn, size until) {
+    for (int tries = 1; turn->before && __atomic_load_n(turn->before, __ATOMIC_ACQUIRE) < until; tries++) {
+        __builtin_ia32_pause();
+        if (tries % 1024 == 0) sched_yield();
+    }
+}
+
+static void came_to(const Turn *turn, size where) { __atomic_store_n(turn->own, where, __ATOMIC_RELEASE); }
+
 /* Gradients of one run of keys. */
 static AVX512 void backward_run(const Attention *call, const Tile *tile, const Queries *of, const Keys *keys,
-                                const Sinks *sinks, float *probs, float *inner, size num_columns) {
+                                const Sinks *sinks, const Turn *turn, float *probs, float *inner, size num_columns) {
     const size d = call->d;
     for (size at = keys->start; at < keys->stop; at += BLOCK) {
         const Block block = block_at(keys, tile, at, num_columns);
+        const size end = tile->context_first + block.column + block.n;
+        wait_for(turn, end);
         for (size i = 0; i < of->num_rows; i += GROUP) {
             const size here = of->num_rows - i < GROUP ? of->num_rows - i : GROUP;
             const Part part = seen(block, tile, i, here);
@@ -520,6 +544,7 @@ static AVX512 void backward_run(const Attention *call, const Tile *tile, const Q
         }
         /* Rows that see the same keys go together: the more, the less often a gradient is read and written. */
         if (!is_masked(block)) send(sinks, of, probs, inner, block, (Part){0, block.n}, 0, of->num_rows, d);
+        came_to(turn, end);
     }
 }
 
@@ -610,7 +635,7 @@ static AVX512 void forward_tile(const Attention *call, const Tile *tile, size q,
     }
 }
 
-static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q, Queries *of, Queries *few,
+static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q, const Turn *turn, Queries *of, Queries *few,
                                  const Keys *context, const Keys *own, size apart, float *probs, float *inner) {
     const size d = call->d, head = q / call->group, num_columns = context->stop + (own ? of->num_rows : 0);
     const Sinks sinks = {call->k_grad, call->v_grad, head, tile->context_first};
@@ -632,7 +657,7 @@ static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q
         distinct(tile, of, few, d, 1);
         clear(few->found, few->num_rows * d, 0);
         along(few, d);
-        backward_run(call, tile, few, &shared, &sinks, probs, inner, num_columns);
+        backward_run(call, tile, few, &shared, &sinks, turn, probs, inner, num_columns);
         /* Equal queries come from one tensor, which gets the sum of their gradients: the last of them brings it. */
         for (size r = of->num_rows; r-- > 0;) {
             float *from = few->found + tile->place[r] * d;
@@ -640,8 +665,8 @@ static AVX512 void backward_tile(const Attention *call, const Tile *tile, size q
         }
     }
     along(of, d);
-    backward_run(call, tile, of, &rest, &sinks, probs, inner, num_columns);
-    if (own) backward_run(call, tile, of, own, &own_sinks, probs, inner, num_columns);
+    backward_run(call, tile, of, &rest, &sinks, turn, probs, inner, num_columns);
+    if (own) backward_run(call, tile, of, own, &own_sinks, turn, probs, inner, num_columns);
     for (size i = 0; i < of->num_rows; i++) {
         float *to = (float *)call->q_grad.data + (tile->own_first + i) * call->q_grad.row + q * call->q_grad.head;
         for (size j = 0; j < d; j += LANES) store(to + j, load(of->found + i * d + j) * call->scale);
@@ -665,8 +690,11 @@ AVX512 void peagle_attention(const void *part) {
     const int has_own = call->own_k.data != NULL;
 
     for (size head = call->first_head; head < call->last_head; head++) {
-        size packed_first = 0, packed_last = -1;
-        for (size t = 0; t < call->num_tiles; t++) {
+        const size num_turns = call->num_tiles * call->group;
+        size *next = call->turns + head * (num_turns + 1), *came = next + 1;
+        size packed_first = 0, packed_last = -1, packed_own = -1, i;
+        while ((i = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < num_turns) {
+            const size t = i / call->group, q = head * call->group + i % call->group;
             const Tile *tile = call->tiles + t;
             const size first = tile->own_first, last = tile->own_last, length = tile->context_last - tile->context_first;
             if (tile->context_first != packed_first || tile->context_last > packed_last) {
@@ -677,7 +705,8 @@ AVX512 void peagle_attention(const void *part) {
                 pack_along(read_along, read, head, packed_first, packed_last, d);
                 if (is_backward) pack_across(v_across, call->v, head, packed_first, packed_last, d);
             }
-            if (has_own) {
+            if (has_own && t != packed_own) {
+                packed_own = t;
                 pack_across(own_k_across, call->own_k, head, first, last, d);
                 pack_along(own_along, own_read, head, first, last, d);
                 if (is_backward) pack_across(own_v_across, call->own_v, head, first, last, d);
@@ -687,13 +716,15 @@ AVX512 void peagle_attention(const void *part) {
             const Keys own = {own_k_across, own_v_across, own_along, 0, last - first, last - first, length};
             const size unmasked = length - (tile->masked - (has_own ? last - first : 0));
             const size apart = tile->place != NULL && unmasked > 0 ? unmasked / PANEL * PANEL : 0;
-            for (size q = head * call->group; q < (head + 1) * call->group; q++) {
-                gather(of.rows, call->q, q, first, last, d, call->scale);
-                if (is_backward)
-                    backward_tile(call, tile, q, &of, &few, &context, has_own ? &own : NULL, apart, scores, inner);
-                else
-                    forward_tile(call, tile, q, &of, &few, &context, has_own ? &own : NULL, apart, scores);
+            gather(of.rows, call->q, q, first, last, d, call->scale);
+            if (!is_backward) {
+                forward_tile(call, tile, q, &of, &few, &context, has_own ? &own : NULL, apart, scores);
+                continue;
             }
+            const Turn turn = {i > 0 ? came + i - 1 : NULL, came + i};
+            backward_tile(call, tile, q, &turn, &of, &few, &context, has_own ? &own : NULL, apart, scores, inner);
+            wait_for(&turn, LONG_MAX); /* whoever waits for this one need not look at the one before it */
+            came_to(&turn, LONG_MAX);
         }
     }
 }
