@@ -12,7 +12,7 @@ partitioning), arXiv 2602.01469, without its recomputation of the context for ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -235,10 +235,9 @@ def _rollout(
     block = slice(parts[0][1].first, parts[-1][1].last)
     rope_pos = batch.rope_pos[anchor] + depth
     is_tiled = attention == "sdpa" and tiles.fits(masks.entered.q)
+    cut = _tiles(parts, block.start, masks.entered.q) if is_tiled else []
     # In layer 0 mask slots are one vector turned by position: those at one position ask the same.
-    first_cut, cut = (
-        (_tiles(parts, block.start, masks.entered.q, one) for one in (rope_pos, None)) if is_tiled else ([], [])
-    )
+    first_cut = [replace(tile, place=rope_pos[tile.own].unique(return_inverse=True)[1].int()) for tile in cut]
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if is_tiled:
@@ -255,21 +254,10 @@ def _rollout(
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
 
 
-def _tiles(parts: list[tuple[slice, Seen]], begin: int, like: Tensor, rope_pos: Tensor | None) -> list[Tile]:
-    """The parts as tiles, whose context counts from `begin`.
-
-    Args:
-        like: masks are made in its dtype.
-        rope_pos: slots of one position have equal queries, int64, [num_slots]; None if they have not.
-    """
+def _tiles(parts: list[tuple[slice, Seen]], begin: int, like: Tensor) -> list[Tile]:
+    """The parts as tiles, whose context counts from `begin`; masks are made in the dtype of `like`."""
     return [
-        Tile(
-            own,
-            slice(seen.first - begin, seen.last - begin),
-            seen.tile_mask.to(like.dtype),
-            None if rope_pos is None else rope_pos[own].unique(return_inverse=True)[1].int(),
-        )
-        for own, seen in parts
+        Tile(own, slice(seen.first - begin, seen.last - begin), seen.tile_mask.to(like.dtype)) for own, seen in parts
     ]
 
 
