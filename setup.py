@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 KERNELS = Extension(
     "peagle.native._kernels",
     ["src/peagle/native/kernels.c"],
-    extra_compile_args=["-O3"],
+    extra_compile_args=["-O3", "-fwrapv"],
     libraries=["m"],
     optional=True,
 )

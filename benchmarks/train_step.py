@@ -326,9 +326,9 @@ def main() -> int:
     parser.add_argument("--weights", default="")
     options = parser.parse_args()
     if options.worker != "peer" and not (options.block and options.chunk):
-        from peagle.train.memory import choose_sizes
+        from peagle.train.memory import CPU_BUDGET_BYTES, choose_sizes
 
-        sizes = choose_sizes(None, SIZES["hidden"], SIZES["inter"], SIZES["vocab"], options.tokens)
+        sizes = choose_sizes(CPU_BUDGET_BYTES, SIZES["hidden"], SIZES["inter"], SIZES["vocab"], options.tokens)
         options.block = options.block or sizes.block_slots
         options.chunk = options.chunk or sizes.chunk_rows
     if options.worker:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle import native
+from peagle import native, products
+from peagle.drafter.ops import swiglu
 from peagle.native import Tile
 from peagle.train.tiles import attend, causal_tiles
 
@@ -272,6 +273,19 @@ def test_the_number_of_threads_changes_no_bit(kv_heads: int, with_places: bool) 
     for others in found[1:]:
         for one, other in zip(found[0], others):
             assert torch.equal(one, other)
+
+
+@needs_kernels
+def test_keys_of_any_layout_get_their_gradients() -> None:
+    leaves = [drawn(9, 2, 64), *(drawn(2, 64, 9, seed=seed).permute(2, 0, 1) for seed in range(1, 5))]
+    check_attention(leaves, chain_tiles(9, 9, 4, False))
+
+
+def test_products_of_nothing_are_zero() -> None:
+    x, matrices = torch.randn(0, 64, requires_grad=True), [torch.randn(96, 64, requires_grad=True) for _ in range(2)]
+    out = swiglu(x, *matrices, torch.randn(64, 96))
+    assert [float(grad.abs().sum()) for grad in torch.autograd.grad(out.sum(), matrices)] == [0, 0]
+    assert products.product(torch.randn(64, 0), torch.randn(0, 8)).abs().sum() == 0
 
 
 @needs_kernels

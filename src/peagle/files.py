@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ _REFUSALS = {
     errno.ESTALE: "the network disk lost it; run the same command again",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`), and run the same command again",
 }
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.\d+\.(?P<kind>tmp|old)")
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
@@ -53,6 +55,28 @@ def whole_file(path: Path) -> Iterator[Path]:
         if is_disk_full(error):
             raise DiskError(f"{path}: no space left on the disk; free some and run the same command again") from error
         raise
+
+
+def sweep(folder: Path) -> list[str]:
+    """Remove what killed processes left of `whole_file` and `whole_folder` in `folder`; returns what is gone.
+
+    What had been put aside for a successor that never came is put back. The caller knows that nobody else writes here
+    (holds a lock).
+    """
+    gone = []
+    for place in sorted(folder.glob(".*")):
+        named = _LEFTOVER.fullmatch(place.name)
+        if named is None:
+            continue
+        if named["kind"] == "old" and not (folder / named["name"]).exists():
+            os.replace(place, folder / named["name"])
+            continue
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        else:
+            place.unlink()
+        gone.append(place.name)
+    return gone
 
 
 @contextmanager

@@ -150,6 +150,7 @@ def does_product(a: Tensor, b: Tensor) -> bool:
         and a.device.type == b.device.type == "cpu"
         and a.dim() == b.dim() == 2
         and a.shape[0] >= 32
+        and a.shape[1] > 0
         and is_available()
     )
 
@@ -279,7 +280,7 @@ def softmax(logits: Tensor, wanted: Tensor | None, label_of_row: Tensor | None, 
 
 
 def does_attention(q: Tensor) -> bool:
-    """Whether `attention` takes such queries: float32 in memory, heads of whole panels."""
+    """Whether `attention` takes such queries, with keys and values of their type: float32 in memory, whole panels."""
     return q.dtype == torch.float32 and q.device.type == "cpu" and q.shape[-1] % _PANEL == 0 and is_available()
 
 
@@ -309,12 +310,13 @@ def attention_backward(
         q, seen, tiles: as given to the forward.
         out, log_sum: what it returned.
         grad: of `out`.
-        grads: of keys and values, context and own; added to.
+        grads: of keys and values, context and own, with the numbers of a head next to each other; added to.
 
     Returns:
         The gradient of `q`.
     """
     q, seen, grad = _dense(q), _dense_seen(seen), _dense(grad)
+    assert all(x is None or x.stride(-1) == 1 for x in (grads.k, grads.v, grads.own_k, grads.own_v))
     q_grad = torch.empty_like(q)
     _attend(q, seen, tiles, out, log_sum, grad, q_grad, grads)
     return q_grad

@@ -105,7 +105,7 @@ def sizes(config: DoctorConfig, facts: VerifierFacts, summary: dict[str, Any]) -
         yield Finding("vocabulary", "fail", f"--draft-vocab-size {vocab} exceeds the verifier's {facts.vocab_size}")
         return
     layers, others, head = drafter_parameters(shape, config.num_layers, vocab)
-    need = training_bytes(shape, config.num_layers, vocab, "adamw", config.seq_length)
+    need = training_bytes(shape, config.num_layers, vocab, config.seq_length)
     total = f"{(layers + others + head) / 1e6:,.0f} M parameters"
     takes = f"training takes about {need / 1e9:.1f} GB for packs of {config.seq_length}"
     yield Finding("drafter", "ok", f"{config.num_layers} layers, {total}; {takes}")

@@ -18,6 +18,7 @@ from peagle.road.recipe import Recipe, Sizes, Stage
 # Without prepared rows at hand: conversations fill this share of the length limit, and this share of them is replies.
 ASSUMED_FILL, ASSUMED_SUPERVISED = 0.3, 0.6
 NUM_AUX_LAYERS = 3
+SCRATCH_BYTES = 5e9
 _MFU = 0.4
 # Decoding reads every weight for a few tokens: far from the matrix rate. 4 M parameters, 64 rows at once on two cores:
 # 1,400 tokens/s where a matrix product does 60 G multiply-adds per second.
@@ -58,21 +59,46 @@ def drafter_parameters(sizes: Sizes, num_layers: int, draft_vocab_size: int) -> 
     return layers, sizes.vocab_size * hidden + NUM_AUX_LAYERS * hidden * hidden, draft_vocab_size * hidden
 
 
-def training_bytes(sizes: Sizes, num_layers: int, draft_vocab_size: int, optimizer: str, pack_tokens: int) -> float:
+def training_bytes(
+    sizes: Sizes,
+    num_layers: int,
+    draft_vocab_size: int,
+    pack_tokens: int,
+    *,
+    optimizer: str = "adamw",
+    activation_checkpointing: bool = False,
+    train_embeddings: str = "all",
+    num_shards: int = 1,
+) -> float:
     """Memory of one training process on a GPU: weights, masters, gradients, optimizer, and the base pass of one pack.
 
     bfloat16 weights (2 bytes), float32 masters and gradients (4 each), AdamW's two moments (8; with "muon" a momentum
-    of 4 for the layers' matrices), one more head for the verifier; the base pass keeps, by count of what autograd
-    saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the collected gradients of keys and
-    values, and 6 hidden states per token at its entry, 2 bytes each; one GB of scratch.
+    of 4 for the layers' matrices), one more head for the verifier where the drafter's is not the same. The base pass
+    keeps, by count of what autograd saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the
+    collected gradients of keys and values, and 6 hidden states per token at its entry, 2 bytes each. A sixteenth of
+    80 GB is the scratch that blocks take.
+
+    Args:
+        sizes: the verifier's.
+        num_layers, draft_vocab_size: the drafter's.
+        pack_tokens: tokens of a pack.
+        optimizer: "adamw" or "muon".
+        activation_checkpointing: the base pass keeps one hidden state per layer and token, keys, values and gradients.
+        train_embeddings: as in `peagle train`; all but "all" leave the embedding out of masters, gradients and moments.
+        num_shards: processes that share these (FSDP2).
     """
     layers, others, head = drafter_parameters(sizes, num_layers, draft_vocab_size)
-    trained = layers + others
-    weights = 2 * (trained + head) + 2 * sizes.vocab_size * sizes.hidden_size
+    embedding = sizes.vocab_size * sizes.hidden_size
+    weights = 2 * (layers + others + head) + (2 * embedding if head != embedding else 0)
+    if train_embeddings != "all":
+        others -= embedding
     state = (4 if optimizer == "muon" else 8) * layers + 8 * others
     kv = sizes.num_key_value_heads * sizes.head_dim
-    per_token = num_layers * (7 * sizes.hidden_size + 5 * kv + 2 * sizes.intermediate_size) + 6 * sizes.hidden_size
-    return weights + 8 * trained + state + 2 * per_token * pack_tokens + 1e9
+    per_layer = 7 * sizes.hidden_size + 5 * kv + 2 * sizes.intermediate_size
+    if activation_checkpointing:
+        per_layer = sizes.hidden_size + 4 * kv
+    per_token = num_layers * per_layer + 6 * sizes.hidden_size
+    return weights + (8 * (layers + others) + state) / num_shards + 2 * per_token * pack_tokens + SCRATCH_BYTES
 
 
 def store_bytes(rows: Rows, hidden_size: int, bytes_per_value: int) -> float:
@@ -161,7 +187,13 @@ def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | Non
         state = (4 + (4 if optimizer == "muon" else 8)) * layers + 12 * others
         disk = kept * (2.0 * (layers + others + head) + state)
         pack = int(settings.get("total_seq_len", 8192))
-        memory = training_bytes(sizes, int(settings.get("num_layers", 4)), vocab, optimizer, pack)
+        memory = training_bytes(
+            *(sizes, int(settings.get("num_layers", 4)), vocab, pack),
+            optimizer=optimizer,
+            activation_checkpointing=bool(settings.get("activation_checkpointing")),
+            train_embeddings=str(settings.get("train_embeddings", "all")),
+            num_shards=recipe.processes if settings.get("fsdp_shard") else 1,
+        )
         work = epochs * training_work(rows, sizes, settings) / recipe.processes
         return Estimate(disk, memory, seconds(work, _MFU))
     return Estimate(1e6, verifier_bytes if stage.name == "evaluate" else 1e9, None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 
@@ -38,7 +37,7 @@ class Root:
         if not self._with_grad:
             return self.tensor.detach()[where], None
         if self.grad is None:
-            self.grad = torch.zeros_like(self.tensor)
+            self.grad = self.tensor.new_zeros(self.tensor.shape)
         return self.tensor.detach()[where], self.grad[where]
 
     def collect(self) -> None:
@@ -46,7 +45,7 @@ class Root:
         for where, leaf in self._leaves:
             if leaf.grad is not None:
                 if self.grad is None:
-                    self.grad = torch.zeros_like(self.tensor)
+                    self.grad = self.tensor.new_zeros(self.tensor.shape)
                 self.grad[where] += leaf.grad
         self._leaves.clear()
 

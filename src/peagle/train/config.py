@@ -99,9 +99,11 @@ class FitConfig(StageConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", json_schema_extra=_MACHINE)
     """Type to compute in; auto: bfloat16 on a GPU, float32 on a CPU. Masters are float32 (float64 with float64)."""
     attention: Literal["auto", "reference", "sdpa", "flex"] = Field("auto", json_schema_extra=_MACHINE)
-    """Attention: the dense definition, blocks of sdpa, or a flex kernel; auto: flex on a GPU, sdpa on a CPU."""
-    memory_budget: float | None = Field(None, gt=0, json_schema_extra=_MACHINE)
-    """GB for the activations of one step; blocks are cut to fit. Unset: chosen from what is free."""
+    """Attention: the dense definition, blocks (on a GPU PyTorch's sdpa, on a CPU our own kernels or matrix products),
+    or a flex kernel; auto: flex on a GPU, sdpa on a CPU."""
+    memory_budget: float | None = Field(None, gt=0, allow_inf_nan=False, json_schema_extra=_MACHINE)
+    """GB for what blocks hold at a time: activations of their slots, rows of the vocabulary. They are cut to fit and
+    the gradient stays the same; the base pass comes on top. Unset: 1 on a CPU, a sixteenth of a GPU's memory."""
     activation_checkpointing: bool = Field(False, json_schema_extra=_MACHINE)
     """Keep one state per layer and token of the base pass and recompute the rest: for very long contexts."""
     fsdp_shard: bool = Field(False, json_schema_extra=_MACHINE)
@@ -161,7 +163,7 @@ class TrainConfig(FitConfig):
     hidden_states_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", json_schema_extra=_PATHS)
     """Type in which states made during training are held and stored; auto: the verifier's, or that of the store."""
     from_pretrained: str | None = Field(None, json_schema_extra=_PATHS)
-    """Start from this drafter (folder or hub id, P-EAGLE or EAGLE-3) instead of from random layers; its shape and draft
+    """Start from this drafter (folder or hub id, P-EAGLE or EAGLE-3) instead of a new one; its shape and draft
     vocabulary are taken over."""
 
     speculator_type: Literal["peagle", "eagle3"] = Field("peagle", json_schema_extra=_DRAFTER)

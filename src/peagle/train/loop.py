@@ -26,7 +26,7 @@ from peagle.train.distributed import World
 from peagle.train.interrupt import Interrupt
 from peagle.train.kinds import for_drafter
 from peagle.train.masters import Masters, choose_trained
-from peagle.train.memory import choose_sizes, keep_pages
+from peagle.train.memory import choose_sizes, default_budget, keep_pages, least_budget
 from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Validation, add_up, sums_of
 from peagle.train.optimizer import Optimizer
 from peagle.train.order import Pack, packs, share
@@ -71,9 +71,16 @@ def step_settings(config: FitConfig, drafter: Drafter, num_pairs: int, world: Wo
         attention = "flex" if world.device.type == "cuda" and is_parallel else "sdpa"
     if attention == "flex" and not is_parallel:
         raise ConfigError("--attention flex: EAGLE-3 chains are trained with sdpa or reference")
-    budget = None if config.memory_budget is None else int(config.memory_budget * (1 << 30))
     shape = drafter.config
-    sizes = choose_sizes(budget, shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size, num_pairs)
+    wanted = shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size, num_pairs
+    budget = default_budget(world.device) if config.memory_budget is None else int(config.memory_budget * 1e9)
+    if config.memory_budget is not None and budget < least_budget(*wanted):
+        least = math.ceil(least_budget(*wanted) / 1e7) / 100
+        raise ConfigError(
+            f"--memory-budget {config.memory_budget:g}: the smallest blocks of this drafter, with packs of {num_pairs} "
+            f"tokens, need {least:g} (GB); give that or more"
+        )
+    sizes = choose_sizes(budget, *wanted)
     weights = None
     if config.depth_loss_decay != 1.0:
         weights = tuple(config.depth_loss_decay**depth for depth in range(config.num_depths))

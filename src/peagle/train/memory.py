@@ -7,9 +7,13 @@ import functools
 import sys
 from dataclasses import dataclass
 
+import torch
+
 MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS = 128, 1024
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 1024
-DEFAULT_BUDGET_BYTES = 1 << 30
+CPU_BUDGET_BYTES = 1 << 30
+# Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 5 GB of 80.
+GPU_BUDGET_SHARE = 16
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -22,8 +26,15 @@ class Sizes:
     chunk_rows: int
 
 
+def default_budget(device: torch.device) -> int:
+    """Bytes for a step's scratch memory where the user names none."""
+    if device.type != "cuda":
+        return CPU_BUDGET_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // GPU_BUDGET_SHARE
+
+
 def choose_sizes(
-    budget_bytes: int | None, hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int
+    budget_bytes: int, hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int
 ) -> Sizes:
     """Block and chunk sizes that keep a step's scratch memory (beyond the base pass) within the budget.
 
@@ -31,15 +42,23 @@ def choose_sizes(
     activations of its slots in every layer at once and its attention scores against up to `num_pairs` keys.
 
     Args:
-        budget_bytes: None takes one GiB.
+        budget_bytes: too small for the smallest block or chunk, it gets these all the same.
         hidden_size, intermediate_size, draft_vocab_size: of the drafter.
         num_pairs: pair slots of the longest batch.
     """
-    budget = budget_bytes or DEFAULT_BUDGET_BYTES
-    chunk = budget // 8 // (4 * 2 * draft_vocab_size)
-    per_slot = 4 * (24 * hidden_size + 6 * intermediate_size) * 4 + 5 * num_pairs
-    block = budget // 2 // per_slot
+    chunk = budget_bytes // 8 // (4 * 2 * draft_vocab_size)
+    block = budget_bytes // 2 // _slot_bytes(hidden_size, intermediate_size, num_pairs)
     return Sizes(max(MIN_BLOCK_SLOTS, min(MAX_BLOCK_SLOTS, block)), max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, chunk)))
+
+
+def least_budget(hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int) -> int:
+    """The bytes that the smallest block and chunk take; arguments as of `choose_sizes`."""
+    block = MIN_BLOCK_SLOTS * 2 * _slot_bytes(hidden_size, intermediate_size, num_pairs)
+    return max(block, MIN_CHUNK_ROWS * 8 * 4 * 2 * draft_vocab_size)
+
+
+def _slot_bytes(hidden_size: int, intermediate_size: int, num_pairs: int) -> int:
+    return 4 * (24 * hidden_size + 6 * intermediate_size) * 4 + 5 * num_pairs
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from peagle.drafter.card import refresh_card
 from peagle.drafter.checkpoint import DTYPES
 from peagle.drafter.warm_start import warm_start
 from peagle.errors import ConfigError, DiskError
-from peagle.files import free_bytes, lock_file
+from peagle.files import free_bytes, lock_file, sweep
 from peagle.train.config import TrainConfig
 from peagle.train.decide import Decision, decide, need_save_path
 from peagle.train.distributed import COLLECTIVE_TIMEOUT_S, World, start, stop
@@ -156,6 +156,9 @@ def _prepare_save_path(config: TrainConfig) -> BinaryIO:
     except OSError as error:
         raise ConfigError(f"--save-path {config.save_path}: cannot be made ({error.strerror})") from None
     lock = lock_file(config.save_path / ".lock", f"training into {config.save_path}")
+    leftovers = sweep(config.save_path)
+    if leftovers:
+        logger.info("removed what a killed process left in %s: %s", config.save_path, ", ".join(leftovers))
     if not config.resume_from_checkpoint:
         gone = remove_all(config.save_path)
         if gone:

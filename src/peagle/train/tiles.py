@@ -90,8 +90,8 @@ class _Native(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, context_k, context_v, own_k, own_v, out, log_sum = ctx.saved_tensors
-        k_grad, v_grad = ctx.sinks or (torch.zeros_like(context_k), torch.zeros_like(context_v))
-        own_grads = (None, None) if own_k is None else (torch.zeros_like(own_k), torch.zeros_like(own_v))
+        k_grad, v_grad = ctx.sinks or (context_k.new_zeros(context_k.shape), context_v.new_zeros(context_v.shape))
+        own_grads = (None, None) if own_k is None else (own_k.new_zeros(own_k.shape), own_v.new_zeros(own_v.shape))
         seen, found = native.Seen(context_k, context_v, own_k, own_v), native.Seen(k_grad, v_grad, *own_grads)
         q_grad = native.attention_backward(q, seen, ctx.tiles, out, log_sum, grads[0], found)
         return q_grad, *((None, None) if ctx.sinks is not None else (k_grad, v_grad)), *own_grads, None, None
