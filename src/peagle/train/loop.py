@@ -382,7 +382,7 @@ class _Loop:
                 found.acceptance_length,
                 " (best)" if is_best else "",
             )
-            if warning:
+            if warning and self.world.is_main:
                 logger.warning("%s", warning)
         self._save(name, is_best)
 
