@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,16 @@ def test_a_budget_that_no_block_fits_into_is_refused_with_what_fits() -> None:
     sizes = step_settings(FitConfig.build({"memory_budget": least}), made, 100, ALONE)
     assert sizes.block_slots >= memory.MIN_BLOCK_SLOTS
     assert sizes.chunk_rows >= memory.MIN_CHUNK_ROWS
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc_trim")
+def test_pages_go_back_between_the_parts_of_a_long_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=calls.append))
+    cpu = torch.device("cpu")
+    for num_pairs, device in [(100, cpu), (memory.LONG_PACK, torch.device("cuda")), (memory.LONG_PACK, cpu)]:
+        memory.give_back(num_pairs, device)
+    assert calls == [0]
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])

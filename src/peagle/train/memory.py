@@ -14,6 +14,7 @@ MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 1024
 CPU_BUDGET_BYTES = 1 << 30
 # Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 5 GB of 80.
 GPU_BUDGET_SHARE = 16
+LONG_PACK = 6144
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -77,3 +78,15 @@ def keep_pages() -> bool:
     # Older releases take no threshold above 32 MB.
     mapped = mallopt(_M_MMAP_THRESHOLD, 1 << 30) or mallopt(_M_MMAP_THRESHOLD, 32 << 20)
     return bool(mallopt(_M_TRIM_THRESHOLD, most) and mapped)
+
+
+def give_back(num_pairs: int, device: torch.device) -> None:
+    """Between the parts of a step on a long pack: give the system the pages that no tensor lies in.
+
+    One part's tensors leave holes that the next one's do not fit into, 0.36 of 2.1 GB at 8,192 tokens. It costs some
+    tenths of a second: nothing beside a long pack, too much beside a short one.
+    """
+    if num_pairs >= LONG_PACK and device.type == "cpu" and sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

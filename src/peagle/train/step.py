@@ -26,6 +26,7 @@ from peagle.train.attention import HEADS, AttentionName, Seen, base_attention, r
 from peagle.train.base import Base
 from peagle.train.chain import chain_rollout
 from peagle.train.loss import LossName, Targets, head_loss
+from peagle.train.memory import give_back
 from peagle.verifier.weights import VerifierHead
 
 # Queries of one attention call: a call's slots see one another's keys only inside their chains, so fewer of them waste
@@ -96,7 +97,9 @@ def train_step(
         settings: see `StepSettings`.
         choices: the verifier's choice per label (`Targets.choices`), or None.
     """
-    return _step(drafter, head, batch, layout, total_supervised, settings, choices, with_grad=True)
+    result = _step(drafter, head, batch, layout, total_supervised, settings, choices, with_grad=True)
+    give_back(batch.pair_ids.numel(), batch.pair_ids.device)
+    return result
 
 
 @torch.no_grad()
@@ -139,6 +142,7 @@ def _step(
     cos, sin = drafter.rotary(batch.rope_pos[:num_pairs], hidden.dtype)
     attend = base_attention(settings.attention, bounds)
     carried, keys, values = drafter.base_pass(embeds, hidden, cos, sin, attend, checkpoint)
+    give_back(num_pairs, carried.device)
     states = drafter.norm(carried)
     state_grad = torch.zeros_like(states) if with_grad else None
     states_read = states.detach()
@@ -204,6 +208,7 @@ def _step(
 
     if with_grad:
         assert state_grad is not None
+        give_back(num_pairs, carried.device)
         needed = [(root, grad) for root, grad in [(states, state_grad), *base.gradients()] if root.requires_grad]
         torch.autograd.backward([root for root, _ in needed], [grad for _, grad in needed])
         if masks is not None:
