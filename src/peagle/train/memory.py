@@ -6,6 +6,7 @@ import ctypes
 import functools
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 1024
 CPU_BUDGET_BYTES = 1 << 30
 # Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 5 GB of 80.
 GPU_BUDGET_SHARE = 16
+# A half of the budget for a block, an eighth for a chunk.
+_BLOCK_PART, _CHUNK_PART = 2, 8
 LONG_PACK = 6144
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -47,15 +50,19 @@ def choose_sizes(
         hidden_size, intermediate_size, draft_vocab_size: of the drafter.
         num_pairs: pair slots of the longest batch.
     """
-    chunk = budget_bytes // 8 // (4 * 2 * draft_vocab_size)
-    block = budget_bytes // 2 // _slot_bytes(hidden_size, intermediate_size, num_pairs)
+    chunk = budget_bytes // _CHUNK_PART // _row_bytes(draft_vocab_size)
+    block = budget_bytes // _BLOCK_PART // _slot_bytes(hidden_size, intermediate_size, num_pairs)
     return Sizes(max(MIN_BLOCK_SLOTS, min(MAX_BLOCK_SLOTS, block)), max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, chunk)))
 
 
 def least_budget(hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int) -> int:
     """The bytes that the smallest block and chunk take; arguments as of `choose_sizes`."""
-    block = MIN_BLOCK_SLOTS * 2 * _slot_bytes(hidden_size, intermediate_size, num_pairs)
-    return max(block, MIN_CHUNK_ROWS * 8 * 4 * 2 * draft_vocab_size)
+    block = MIN_BLOCK_SLOTS * _BLOCK_PART * _slot_bytes(hidden_size, intermediate_size, num_pairs)
+    return max(block, MIN_CHUNK_ROWS * _CHUNK_PART * _row_bytes(draft_vocab_size))
+
+
+def _row_bytes(draft_vocab_size: int) -> int:
+    return 4 * 2 * draft_vocab_size
 
 
 def _slot_bytes(hidden_size: int, intermediate_size: int, num_pairs: int) -> int:
@@ -69,9 +76,7 @@ def keep_pages() -> bool:
     By itself glibc's allocator maps each tensor of 32 MB or less anew once it was given back, and the system clears its
     pages: 3 to 6 % of a step on a CPU. The peak stays the same. Returns whether the allocator took it (glibc only).
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _of_glibc("mallopt")
     if mallopt is None:
         return False
     most = (1 << 31) - 1
@@ -86,7 +91,12 @@ def give_back(num_pairs: int, device: torch.device) -> None:
     One part's tensors leave holes that the next one's do not fit into, 0.36 of 2.1 GB at 8,192 tokens. It costs some
     tenths of a second: nothing beside a long pack, too much beside a short one.
     """
-    if num_pairs >= LONG_PACK and device.type == "cpu" and sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if num_pairs >= LONG_PACK and device.type == "cpu":
+        trim = _of_glibc("malloc_trim")
         if trim is not None:
             trim(0)
+
+
+def _of_glibc(name: str) -> Any:
+    """A function of the C library's allocator; None on other systems and with other libraries."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
