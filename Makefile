@@ -41,7 +41,7 @@ $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.10 with venv found; install one or say PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py src/peagle/native/kernels.c constraints.txt
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml setup.py src/peagle/kernels/kernels.c constraints.txt
 	@echo "Installing peagle into $(VENV) (torch is the large part) ..."
 	$(PIP) -e .
 	@touch $@

@@ -1,4 +1,4 @@
-"""The C kernels of `peagle.native`: all else about the package stands in pyproject.toml.
+"""The C kernels of `peagle.kernels.native`: all else about the package stands in pyproject.toml.
 
 Optional: where there is no C compiler, or one that does not know the processor, the package installs without them and
 PyTorch's products are taken.
@@ -7,8 +7,8 @@ PyTorch's products are taken.
 from setuptools import Extension, setup
 
 KERNELS = Extension(
-    "peagle.native._kernels",
-    ["src/peagle/native/kernels.c"],
+    "peagle.kernels.native._kernels",
+    ["src/peagle/kernels/kernels.c"],
     extra_compile_args=["-O3", "-fwrapv"],
     libraries=["m"],
     optional=True,

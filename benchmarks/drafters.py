@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from peagle import embedded, log
-from peagle.drafter import load
+from peagle.drafter.checkpoint import load
 from peagle.engine import Engine, Laps, Request, Sampling
 from peagle.evaluate.counts import Counts
-from peagle.train import TrainConfig, train
-from peagle.verifier.facts import load_facts
-from peagle.verifier.tokenizer import eos_ids, load_tokenizer
-from peagle.verifier.transformers import TransformersVerifier
+from peagle.train.config import TrainConfig
+from peagle.train.run import train
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts
+from peagle.verifier.special_tokens import eos_ids, load_tokenizer
 
 KINDS = ("eagle3", "peagle")
 ANSWER_LIMIT = 200
@@ -39,10 +40,10 @@ def make_data(folder: Path, questions: int) -> None:
     """The verifier's answers, as rows, with their hidden states."""
     from peagle.data.config import PrepareConfig
     from peagle.data.prepare import prepare
-    from peagle.states.config import ExtractConfig
-    from peagle.states.extract import extract
-    from peagle.verifier.regenerate import regenerate
-    from peagle.verifier.regenerate_config import RegenerateConfig
+    from peagle.hidden_states.config import ExtractConfig
+    from peagle.hidden_states.extract import extract
+    from peagle.regenerate.config import RegenerateConfig
+    from peagle.regenerate.run import regenerate
 
     answers = folder / "answers.jsonl"
     asked = {"model": str(embedded.VERIFIER), "data": ["gsm8k=embedded:train"], "output": answers}

@@ -46,8 +46,9 @@ def main() -> int:
         print("benchmarks/gpu_step.py needs a CUDA device", file=sys.stderr)
         return 2
     from benchmarks import train_step as cpu
-    from peagle.drafter import Drafter, DrafterConfig
-    from peagle.states.batch import Batch
+    from peagle.drafter.model_config import DrafterConfig
+    from peagle.drafter.network import Drafter
+    from peagle.hidden_states.batch import Batch
     from peagle.train.memory import choose_sizes
     from peagle.train.step import StepSettings, num_supervised, train_step
     from peagle.verifier.weights import VerifierHead

@@ -18,13 +18,14 @@ import time
 import torch
 from train_step import rss_bytes
 
-from peagle.data.rows import TokenRow
-from peagle.drafter import Drafter, DrafterConfig
-from peagle.states.batch import StoredRow
+from peagle.data.records import TokenRow
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.hidden_states.batch import StoredRow
 from peagle.train.config import FitConfig
-from peagle.train.distributed import World
 from peagle.train.loop import fit
-from peagle.train.rows import MemoryRows
+from peagle.train.parallel import World
+from peagle.train.sources import MemoryRows
 from peagle.verifier.weights import VerifierHead
 
 HIDDEN, LAYERS, VOCAB = 256, 2, 32_000

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from peagle.drafter import Drafter, DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.hidden_states.batch import Batch
 from peagle.layout.cod import CodLayout
-from peagle.states.batch import Batch
 from peagle.train.step import StepSettings, train_step
 from peagle.verifier.weights import VerifierHead
 

@@ -219,10 +219,10 @@ def make_data(folder: Path, questions: int) -> None:
     from peagle import embedded
     from peagle.data.config import PrepareConfig
     from peagle.data.prepare import prepare
-    from peagle.states.config import ExtractConfig
-    from peagle.states.extract import extract
-    from peagle.verifier.regenerate import regenerate
-    from peagle.verifier.regenerate_config import RegenerateConfig
+    from peagle.hidden_states.config import ExtractConfig
+    from peagle.hidden_states.extract import extract
+    from peagle.regenerate.config import RegenerateConfig
+    from peagle.regenerate.run import regenerate
 
     lines = embedded.TRAIN_QUESTIONS.read_text(encoding="utf-8").splitlines()
     test = embedded.TEST_QUESTIONS.read_text(encoding="utf-8").splitlines()
@@ -251,10 +251,10 @@ class Bench:
         import torch
 
         from peagle import embedded
-        from peagle.states.store import StoreReader
-        from peagle.train.decide import decide
-        from peagle.train.rows import StoreRows
-        from peagle.verifier.facts import load_facts
+        from peagle.hidden_states.store import StoreReader
+        from peagle.train.plan import decide
+        from peagle.train.sources import StoreRows
+        from peagle.verifier.model_config import load_facts
 
         torch.set_num_threads(1)
         self.folder, self.options, self.verifier = folder, options, str(embedded.VERIFIER)
@@ -269,7 +269,7 @@ class Bench:
 
     def config(self, seed: int, steps: int, changes: dict[str, Any], save_path: Path) -> Any:
         """`peagle train` with its defaults, but for what the comparison fixes and `changes`; its rate is settled."""
-        from peagle.train import TrainConfig
+        from peagle.train.config import TrainConfig
 
         fixed = {
             "verifier_name_or_path": self.verifier,
@@ -293,20 +293,20 @@ class Bench:
 
     def packs_of(self, seed: int) -> Iterator[tuple[int, Any]]:
         """(epoch, pack) of each step, without end, the same for both sides."""
-        from peagle.train.order import packs
+        from peagle.train.batches import packs
 
         for epoch in itertools.count():
             yield from ((epoch, one) for one in packs(self.lengths, self.options.tokens, seed, epoch))
 
     def steps_of_epochs(self, seed: int, epochs: int) -> int:
         """Steps of whole epochs."""
-        from peagle.train.order import packs
+        from peagle.train.batches import packs
 
         return sum(len(packs(self.lengths, self.options.tokens, seed, epoch)) for epoch in range(epochs))
 
     def start_cost(self, config: Any) -> float:
         """What ours computes before its first step."""
-        from peagle.train.first_layer import positions_wanted
+        from peagle.train.start import positions_wanted
 
         if config.init_layers != "verifier":
             return 0.0
@@ -321,9 +321,8 @@ class Bench:
 
     def ours_within(self, seed: int, budget: float, changes: dict[str, Any]) -> dict[str, Any]:
         """Train with `peagle train`, as many steps as fit into `budget` multiply-adds; its schedule ends there."""
-        from peagle.drafter import load
-        from peagle.drafter.checkpoint import DTYPES
-        from peagle.train import train
+        from peagle.drafter.checkpoint import DTYPES, load
+        from peagle.train.run import train
 
         settings = {name: value for name, value in changes.items() if name != MASK_HIDDEN}
         steps, macs, slots = self.fill(seed, budget, settings)
@@ -356,7 +355,7 @@ class Bench:
 
     def fill(self, seed: int, budget: float, changes: dict[str, Any]) -> tuple[int, float, int]:
         """Steps that fit into `budget`, their multiply-adds, their slots."""
-        from peagle.drafter import Drafter
+        from peagle.drafter.network import Drafter
         from peagle.train.batches import lay_out
         from peagle.train.optimizer import groups
 
@@ -421,8 +420,8 @@ class Bench:
 
     def score_control(self, seed: int, lr: float, epochs: int) -> None:
         """Score its weights in our drafter: the tensors have the same names."""
-        from peagle.drafter import Drafter
         from peagle.drafter.checkpoint import load_weights, read_weights
+        from peagle.drafter.network import Drafter
 
         report = self.report_of(seed, lr, epochs)
         work = report.with_suffix("")
@@ -437,8 +436,8 @@ class Bench:
         import torch
         from safetensors.torch import save_file
 
-        from peagle.states.batch import pack
-        from peagle.train.rows import trim
+        from peagle.hidden_states.batch import pack
+        from peagle.train.sources import trim
 
         path = self.folder / "rows.safetensors"
         if path.exists():
@@ -462,10 +461,10 @@ class Bench:
         import torch
 
         from peagle.evaluate.config import EvaluateConfig
-        from peagle.evaluate.items import read_items
-        from peagle.evaluate.records import OffPolicy, on_the_spot
-        from peagle.verifier.tokenizer import load_tokenizer
-        from peagle.verifier.transformers import TransformersVerifier
+        from peagle.evaluate.prompts import read_items
+        from peagle.evaluate.replay_check import OffPolicy, on_the_spot
+        from peagle.verifier.local import TransformersVerifier
+        from peagle.verifier.special_tokens import load_tokenizer
         from peagle.verifier.weights import load_head
 
         data = str(self.folder / f"{name}.jsonl")
@@ -480,7 +479,7 @@ class Bench:
 
     def scores(self, drafter: Any) -> dict[str, Any]:
         """Acceptance lengths of replay on both sets of answers, and the share of passes that accept each depth."""
-        from peagle.engine.sampling import Sampling
+        from peagle.engine.acceptance import Sampling
         from peagle.evaluate.counts import pool
         from peagle.evaluate.replay import replay, total
 
@@ -511,7 +510,7 @@ def mask_hidden_from(kind: str | None) -> AbstractContextManager[Any]:
         return nullcontext()
     size = 3 * SIZES["hidden"]
     start = torch.zeros(size) if kind == "zeros" else torch.randn(size, generator=torch.Generator().manual_seed(0))
-    return mock.patch("peagle.train.initialise.mask_hidden", return_value=start)
+    return mock.patch("peagle.train.start.mask_hidden", return_value=start)
 
 
 def mean_of(runs: list[dict[str, Any]], key: str) -> float:

@@ -80,9 +80,10 @@ def minimal_multiply_adds(pairs: int, layout, supervised: int, sizes: dict) -> f
 def our_worker(options: argparse.Namespace) -> None:
     import torch
 
-    from peagle.drafter import Drafter, DrafterConfig
-    from peagle.products import product
-    from peagle.states.batch import Batch
+    from peagle.drafter.model_config import DrafterConfig
+    from peagle.drafter.network import Drafter
+    from peagle.hidden_states.batch import Batch
+    from peagle.kernels.products import product
     from peagle.train.memory import keep_pages
     from peagle.train.step import StepSettings, num_supervised, train_step
     from peagle.verifier.weights import VerifierHead

@@ -57,7 +57,7 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
     from benchmarks import vllm_decoding, vllm_drafter, vllm_rate, vllm_sampling, vllm_states
     from benchmarks.vllm_engines import Engines
     from peagle import embedded
-    from peagle.verifier.facts import load_facts
+    from peagle.verifier.model_config import load_facts
 
     torch.set_num_threads(1)
     verifier = Path(embedded.resolve(asked.verifier)).resolve()

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.vllm_drafter import peagle
 from benchmarks.vllm_engines import Engines, greedy_task, speculative
-from peagle.verifier.facts import load_facts
-from peagle.verifier.transformers import TransformersVerifier
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts
 
 TIE_GAP = 1e-4
 
@@ -119,9 +119,9 @@ def our_passes(
     verifier: Path, checkpoint: Path, prompts: Sequence[list[int]], max_tokens: int, depth: int, eos: Sequence[int]
 ) -> list[list[Any]]:
     """The verifier passes of our own engine, per prompt."""
-    from peagle.drafter import load
+    from peagle.drafter.checkpoint import load
+    from peagle.engine.acceptance import Sampling
     from peagle.engine.engine import Engine, Request
-    from peagle.engine.sampling import Sampling
 
     model = TransformersVerifier(load_facts(str(verifier), False), "float32", "cpu").model
     drafter = load(str(checkpoint), torch.float32, torch.device("cpu"))
@@ -152,7 +152,7 @@ def compare_drafts(
 
 def draft_logits(verifier: Path, checkpoint: Path, known: list[int], depth: int) -> torch.Tensor:
     """Our drafter's logits for the `depth` tokens after `known`, from scratch, [depth, vocab_size]."""
-    from peagle.drafter import load
+    from peagle.drafter.checkpoint import load
 
     drafter = load(str(checkpoint), torch.float32, torch.device("cpu"))
     reader = TransformersVerifier(load_facts(str(verifier), False), "float32", "cpu")
@@ -177,7 +177,7 @@ def draft_logits(verifier: Path, checkpoint: Path, known: list[int], depth: int)
 
 def question_prompts(verifier: Path, file: Path, count: int) -> list[list[int]]:
     """Questions as the verifier's own template renders them."""
-    from peagle.verifier.tokenizer import load_tokenizer
+    from peagle.verifier.special_tokens import load_tokenizer
 
     tokenizer = load_tokenizer(str(verifier), False)
     prompts = []

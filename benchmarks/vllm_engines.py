@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.verifier.vllm_launch import ServerCommand, plugin_environment, start, stop, wait_ready
+from peagle.vllm.launch import ServerCommand, plugin_environment, start, stop, wait_ready
 
 QUIET = {
     # Two cores: with more threads per process the CPU kernels starve each other.

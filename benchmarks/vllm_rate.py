@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm_engines import QUIET, SMALL, free_port, server
-from peagle.data.rows import TokenRow
-from peagle.verifier.facts import load_facts
-from peagle.verifier.layers import resolve_aux_layer_ids
+from peagle.data.records import TokenRow
+from peagle.verifier.model_config import load_facts, resolve_aux_layer_ids
 from peagle.verifier.source import RowRefused
-from peagle.verifier.vllm_answers import states_request
-from peagle.verifier.vllm_client import Endpoint, EndpointPool, RetryPolicy
-from peagle.verifier.vllm_endpoint import EndpointSettings, EndpointSource
-from peagle.verifier.vllm_launch import ServerCommand, start, stop, wait_ready
-from peagle.verifier.vllm_parallel import in_parallel
+from peagle.vllm.client import Endpoint, EndpointPool, RetryPolicy, in_parallel
+from peagle.vllm.launch import ServerCommand, start, stop, wait_ready
+from peagle.vllm.states import EndpointSettings, EndpointSource, states_request
 
 OPTIONS = ("--no-enable-prefix-caching",)
 CONCURRENCY = 32

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.vllm_engines import Engines
-from peagle.verifier.facts import load_facts
-from peagle.verifier.layers import resolve_aux_layer_ids
-from peagle.verifier.transformers import TransformersVerifier
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts, resolve_aux_layer_ids
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
 """gemma3_text has no native support: it shows the detour through vLLM's Transformers backend."""

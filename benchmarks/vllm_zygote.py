@@ -19,10 +19,10 @@ def states(job: dict[str, Any]) -> dict[str, Any]:
     """Hidden states of rows through `InProcessSource`, into one safetensors file."""
     from safetensors.torch import save_file
 
-    from peagle.data.rows import TokenRow
-    from peagle.verifier.facts import load_facts
+    from peagle.data.records import TokenRow
+    from peagle.verifier.model_config import load_facts
     from peagle.verifier.source import RowRefused
-    from peagle.verifier.vllm_inprocess import InProcessSource
+    from peagle.vllm.inprocess import InProcessSource
 
     rows = [TokenRow(str(i), "x", ids, [1] * len(ids), False, 0) for i, ids in enumerate(job["rows"])]
     facts = load_facts(job["model"], False)

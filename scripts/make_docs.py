@@ -7,7 +7,6 @@ python scripts/make_docs.py --check    # exit 1 if docs/config is not what the c
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import re
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from peagle.cli.main import COMMANDS
+from peagle.cli.main import COMMANDS, find
 from peagle.config import StageConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,10 +97,9 @@ def index() -> str:
     """The page that lists the commands."""
     out = ["# Commands and their flags", "", "Made from the configs: `peagle COMMAND --help` says the same.", ""]
     panels: dict[str, list[str]] = {}
-    for command, (module_name, panel) in COMMANDS.items():
-        run = importlib.import_module(module_name).run
-        first = (inspect.getdoc(run) or "").split("\n\n")[0].replace("\n", " ")
-        panels.setdefault(panel, []).append(f"| [`peagle {command}`]({command}.md) | {first} |")
+    for command, known in COMMANDS.items():
+        first = (inspect.getdoc(find(known.config)) or "").split("\n\n")[0].replace("\n", " ")
+        panels.setdefault(known.panel, []).append(f"| [`peagle {command}`]({command}.md) | {first} |")
     for panel, lines in panels.items():
         out += [f"## {panel}", "", "| command | does |", "|---|---|", *lines, ""]
     out += [
@@ -128,9 +126,9 @@ def index() -> str:
 def pages() -> dict[str, str]:
     """File name -> text of every generated page."""
     found = {"index.md": index()}
-    for command, (module_name, _) in COMMANDS.items():
-        module = importlib.import_module(module_name)
-        found[f"{command}.md"] = page(command, module.CONFIG, inspect.getdoc(module.run) or "")
+    for command, known in COMMANDS.items():
+        config_type = find(known.config)
+        found[f"{command}.md"] = page(command, config_type, inspect.getdoc(config_type) or "")
     return found
 
 

@@ -16,4 +16,4 @@ else
     exit $status
 fi
 # One thread per process: with more, the CPU kernels of vLLM and of the tests starve each other.
-OMP_NUM_THREADS=1 exec $python -m pytest -m vllm tests/vllm "$@"
+OMP_NUM_THREADS=1 exec $python -m pytest -m vllm tests/vllm/real "$@"

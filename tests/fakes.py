@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from peagle.data.rows import TokenRow
+from peagle.data.records import TokenRow
 
 CHATML = (
     "{%- for message in messages -%}"

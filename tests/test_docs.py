@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import shlex
@@ -13,7 +12,7 @@ import typer
 import yaml
 
 from peagle.cli.flags import add_command, many_valued, split_extra, spread
-from peagle.cli.main import COMMANDS
+from peagle.cli.main import COMMANDS, find
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,13 +46,13 @@ def parse(arguments: list[str]) -> None:
     """Parse a `peagle` command line and build its config, as the program would, without running it."""
     name = arguments[0]
     assert name in COMMANDS, f"no such command: {name}"
-    module = importlib.import_module(COMMANDS[name][0])
+    config_type = find(COMMANDS[name].config)
     built = []
-    arguments, extra = split_extra(arguments, module.CONFIG)
+    arguments, extra = split_extra(arguments, config_type)
     app = typer.Typer()
     app.callback()(lambda: None)
-    add_command(app, name, module.CONFIG, lambda config: built.append(config), "x", extra)
-    app(args=spread(arguments, {name: many_valued(module.CONFIG)}), standalone_mode=False)
+    add_command(app, name, config_type, lambda config: built.append(config), "x", extra)
+    app(args=spread(arguments, {name: many_valued(config_type)}), standalone_mode=False)
     assert built
 
 
@@ -133,7 +132,7 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page():
 
 
 def test_recipes_shown_in_the_docs_fit_the_configs(tmp_path):
-    from peagle.road.recipe import read, stages
+    from peagle.pipeline.recipe import read, stages
 
     found = 0
     for page in WRITTEN:
@@ -151,8 +150,8 @@ OURS = re.compile(r"`?(--[a-z0-9][a-z0-9-]*)")
 def test_flags_on_our_side_of_the_migration_tables_exist():
     """Second column: ours. "the same" means that the flags of the first column exist here."""
     flags = set()
-    for _, (module_name, _) in COMMANDS.items():
-        fields = importlib.import_module(module_name).CONFIG.model_fields
+    for command in COMMANDS.values():
+        fields = find(command.config).model_fields
         for key, field in fields.items():
             flags |= {f"--{key.replace('_', '-')}", f"--no-{key.replace('_', '-')}"}
             extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

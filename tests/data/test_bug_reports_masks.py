@@ -309,7 +309,7 @@ def test_M16_a_tiny_supervised_share_is_warned_of(chatml, tmp_path, capsys):
 
 
 def test_T05_tables_are_sized_by_the_model_and_padded_ids_come_last(model_of, tmp_path):
-    from peagle.data.vocab import choose_vocab
+    from peagle.data.draft_vocab import choose_vocab
 
     tokenizer = toy_tokenizer(CHATML)
     size = len(tokenizer) + 28

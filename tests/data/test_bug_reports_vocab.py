@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from peagle.cli.main import main
 from peagle.data import load_prepared
-from peagle.data.vocab import choose_vocab
+from peagle.data.draft_vocab import choose_vocab
 from tests.data.toys import chat, write_lines
 from tests.fakes import byte_tokenizer, tiny_verifier
 
@@ -81,7 +81,7 @@ def test_V04_the_tables_are_in_the_exported_weights_and_their_loss_is_found(road
     eos = byte_tokenizer().eos_token_id
     wanted = choose_vocab(prepared, byte_tokenizer(), [eos], 64)
     checkpoint = tmp_path / "a" / "checkpoint_best"
-    from peagle.drafter import load
+    from peagle.drafter.checkpoint import load
 
     drafter = load(str(checkpoint), torch.float32, torch.device("cpu"))
     assert torch.equal(drafter.to_verifier_ids(torch.arange(64)), wanted.ids)

@@ -353,7 +353,7 @@ def test_a_really_full_disk_leaves_no_work_folder(chatml, tmp_path, capsys, monk
     def full(writer):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("peagle.data.writer.RowsWriter._close", full)
+    monkeypatch.setattr("peagle.data.prepared.RowsWriter._close", full)
     assert prepare(chatml, data, tmp_path / "out") == 2
     assert "no space left" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob(".*"))
@@ -411,7 +411,7 @@ def test_a_killed_move_never_passes_for_prepared_rows(chatml, tmp_path, monkeypa
     def killed(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("peagle.data.writer.write_json", killed)
+    monkeypatch.setattr("peagle.data.prepared.write_json", killed)
     assert prepare(chatml, data, out, "--overwrite", "--seq-length", "30") == 130
     with pytest.raises(DataError, match=r"not prepared rows \(no summary\.json\)"):
         load_prepared(out)

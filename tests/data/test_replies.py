@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from peagle.data.conversation import Conversation
-from peagle.data.layouts import conversation_of
-from peagle.data.shape import Shape, ThinkFormat, split_thought
-from peagle.data.template import ChatTemplate
+from peagle.data.formats import conversation_of
+from peagle.data.records import Conversation
+from peagle.data.template import ChatTemplate, Shape, ThinkFormat, split_thought
 from peagle.data.tokenize import RowTokenizer
 from tests.data.toys import OPENING, QWEN3, QWEN3_THINKING, chat, supervised, toy_tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.data.workers import ordered_map
+from peagle.data.prepare import ordered_map
 from peagle.errors import DataError, TemplateError
 
 
@@ -71,7 +71,7 @@ def test_no_more_processes_are_started_than_there_is_work_for():
 def test_workers_end_when_their_parent_is_killed():
     # One os.write a line: an unbuffered print writes text and line end apart, and two processes' lines then mix.
     code = (
-        "import os, time\nfrom peagle.data.workers import ordered_map\n"
+        "import os, time\nfrom peagle.data.prepare import ordered_map\n"
         "def work(n):\n    os.write(1, b'%d\\n' % os.getpid())\n    time.sleep(0.01)\n    return n\n"
         "for _ in ordered_map(work, iter(range(10**6)), 2): pass\n"
     )

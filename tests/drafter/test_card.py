@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 
 from peagle.drafter.card import NOT_MEASURED, card, is_hub_id, public_name, refresh_card, run_facts, write_card
-from peagle.drafter.config import DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
 from peagle.embedded import NAMES
 
 EVALUATION = {

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from peagle.drafter import find, load, save
-from peagle.drafter.checkpoint import write_into
+from peagle.drafter.checkpoint import find, load, save, write_into
 from peagle.errors import CheckpointError, DiskError
 from tests.train.test_step import make_drafter
 

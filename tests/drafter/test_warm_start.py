@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peagle.drafter import Drafter, DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
 from peagle.drafter.warm_start import check_layers, check_source, config_from, warm_start
 from peagle.errors import CheckpointError
 from tests.train.problem import HIDDEN, VOCAB, drafter_config

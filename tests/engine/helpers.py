@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from peagle.drafter import Drafter, DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
 from peagle.engine.drafting import Draft, Drafting
 
 

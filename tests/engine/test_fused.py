@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from peagle.engine.fused import FusedDrafter
-from peagle.engine.span import Ruler
+from peagle.engine.cache import Ruler
+from peagle.engine.drafting import FusedDrafter
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_model
 

@@ -1,7 +1,7 @@
 import torch
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
-from peagle.engine.sampling import probabilities
+from peagle.engine.acceptance import probabilities
 
 
 def test_the_distribution_equals_transformers_own():

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from peagle.engine.cache import KeyValues
-from peagle.engine.span import Ruler
+from peagle.engine.cache import KeyValues, Ruler
 
 
 def seen(mask: torch.Tensor) -> torch.Tensor:

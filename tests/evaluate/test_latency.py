@@ -11,8 +11,8 @@ import pytest
 
 from peagle.errors import ConfigError, EndpointError
 from peagle.evaluate.config import EvaluateConfig
-from peagle.evaluate.latency import LoadedServer, Streamed, under_load
-from peagle.evaluate.outcome import Outcome, Served
+from peagle.evaluate.results import Outcome, Served
+from peagle.evaluate.served import LoadedServer, Streamed, under_load
 
 SETTINGS = {"max_tokens": 6, "temperature": 0.0}
 

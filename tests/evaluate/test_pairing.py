@@ -1,8 +1,8 @@
 import pytest
 
 from peagle.errors import CheckpointError
-from peagle.evaluate.pairing import check_pair, token_difference
-from peagle.verifier.facts import load_facts
+from peagle.evaluate.prompts import check_pair, token_difference
+from peagle.verifier.model_config import load_facts
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_model, tiny_verifier, word_tokenizer
 
@@ -25,7 +25,7 @@ def test_E12_two_swapped_tokens_are_refused(tmp_path):
     path.write_text(text.replace('"w7": 7', '"w8": 7', 1).replace('"w8": 8', '"w7": 8', 1))
     assert path.read_text() != text
     facts = load_facts(str(folders[1]), False)
-    from peagle.verifier.tokenizer import load_tokenizer
+    from peagle.verifier.special_tokens import load_tokenizer
 
     drafter = random_drafter(tiny_model("qwen3", vocab_size=128, num_hidden_layers=3), verifier=str(folders[0]))
     with pytest.raises(CheckpointError, match="id 7 is 'w7' and 'w8'"):

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from peagle.engine import Answer, Engine, Request, Sampling
-from peagle.evaluate.agreement import disagreement, is_equal
-from peagle.evaluate.chains import chain_logits
 from peagle.evaluate.counts import pool
-from peagle.evaluate.decoding import count
-from peagle.evaluate.items import Item
-from peagle.evaluate.records import OffPolicy, choices_at, on_the_spot, with_tails
-from peagle.evaluate.replay import Recorded, ReplayedPass, replay, total
-from peagle.verifier.facts import load_facts
-from peagle.verifier.transformers import TransformersVerifier
+from peagle.evaluate.decode import count
+from peagle.evaluate.prompts import Item
+from peagle.evaluate.replay import Recorded, ReplayedPass, chain_logits, replay, total
+from peagle.evaluate.replay_check import OffPolicy, choices_at, disagreement, is_equal, on_the_spot, with_tails
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts
 from peagle.verifier.weights import load_head
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_verifier

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle import drafter as drafters
 from peagle.cli.main import main
-from peagle.data.rows import TokenRow
-from peagle.states.batch import StoredRow
-from peagle.states.store import StoreReader, StoreSpec, StoreWriter, write_spec
-from peagle.verifier.facts import load_facts
-from peagle.verifier.transformers import TransformersVerifier
+from peagle.data.records import TokenRow
+from peagle.drafter import checkpoint as drafter_checkpoint
+from peagle.hidden_states.batch import StoredRow
+from peagle.hidden_states.store import StoreReader, StoreSpec, StoreWriter, write_spec
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_verifier
 
@@ -28,7 +28,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     drafter = random_drafter(
         model, num_layers=1, depth=3, verifier=str(folder), verifier_architectures=("Qwen3ForCausalLM",)
     )
-    drafters.save(drafter, root / "run" / "checkpoint_best", "float32")
+    drafter_checkpoint.save(drafter, root / "run" / "checkpoint_best", "float32")
     (root / "run" / "manifest.json").write_text(json.dumps({"stage": "train", "rows_trained": 20}))
     return folder, root / "run" / "checkpoint_best"
 

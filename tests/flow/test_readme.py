@@ -11,9 +11,10 @@ import pytest
 
 from peagle.data.config import PrepareConfig
 from peagle.data.prepare import prepare
-from peagle.states.config import ExtractConfig
-from peagle.states.extract import extract
-from peagle.train import TrainConfig, train
+from peagle.hidden_states.config import ExtractConfig
+from peagle.hidden_states.extract import extract
+from peagle.train.config import TrainConfig
+from peagle.train.run import train
 from tests.fakes import byte_tokenizer, tiny_verifier
 
 ROOT = Path(__file__).resolve().parents[2]

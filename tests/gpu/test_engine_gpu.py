@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from peagle.engine import Engine, Request, Sampling
-from peagle.evaluate.agreement import disagreement
-from peagle.evaluate.baseline import TransformersBaseline
-from peagle.evaluate.items import Item
-from peagle.evaluate.records import OffPolicy, on_the_spot, with_tails
+from peagle.evaluate.compare import TransformersBaseline
+from peagle.evaluate.prompts import Item
 from peagle.evaluate.replay import replay
-from peagle.verifier.facts import load_facts
-from peagle.verifier.transformers import TransformersVerifier
+from peagle.evaluate.replay_check import OffPolicy, disagreement, on_the_spot, with_tails
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts
 from peagle.verifier.weights import load_head
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_verifier

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.cli.main import main
-from peagle.data.vocab import build_vocab
+from peagle.data.draft_vocab import build_vocab
 from peagle.drafter import checkpoint as drafter_checkpoint
-from peagle.drafter.config import DrafterConfig, config_for
+from peagle.drafter.model_config import DrafterConfig, config_for
 from peagle.drafter.network import Drafter
 from peagle.serve.check import check_checkpoint
-from peagle.serve.findings import Findings
-from peagle.verifier.facts import load_facts
-from peagle.verifier.vllm_support import Engine
+from peagle.serve.files import Findings
+from peagle.verifier.model_config import load_facts
 from peagle.verifier.weights import load_embedding, load_head
+from peagle.vllm.support import Engine
 from tests.fakes import edit_config, tiny_verifier
 
 VLLM = Engine("0.32.0", "", None)

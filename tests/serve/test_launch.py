@@ -11,8 +11,8 @@ from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.errors import CheckpointError, ConfigError
 from peagle.serve import launch
 from peagle.serve.launch import ServeConfig, serve, serve_command
-from peagle.verifier.vllm_launch import ServerCommand, option
-from peagle.verifier.vllm_support import Engine
+from peagle.vllm.launch import ServerCommand, option
+from peagle.vllm.support import Engine
 from tests.fakes import edit_config, tiny_verifier
 from tests.serve.test_check import drafter_of
 

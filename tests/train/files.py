@@ -10,8 +10,8 @@ from typing import Any
 
 from peagle.data.config import PrepareConfig
 from peagle.data.prepare import prepare
-from peagle.states.config import ExtractConfig
-from peagle.states.extract import extract
+from peagle.hidden_states.config import ExtractConfig
+from peagle.hidden_states.extract import extract
 from peagle.train.config import TrainConfig
 from tests.fakes import tiny_verifier
 

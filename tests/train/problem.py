@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from peagle.data.rows import TokenRow
-from peagle.drafter import Drafter, DrafterConfig
-from peagle.states.batch import StoredRow
+from peagle.data.records import TokenRow
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.hidden_states.batch import StoredRow
 from peagle.train.config import FitConfig
-from peagle.train.distributed import World
 from peagle.train.loop import FitResult, fit
-from peagle.train.rows import MemoryRows, label_pos
+from peagle.train.parallel import World
+from peagle.train.sources import MemoryRows, label_pos
 from peagle.verifier.weights import VerifierHead
 
 HIDDEN, VOCAB = 16, 32

@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from peagle import layout
-from peagle.drafter import Drafter, DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.hidden_states.batch import Batch
 from peagle.layout import CodLayout
-from peagle.states.batch import Batch
 from peagle.train.step import StepSettings, train_step, validate_step
 from peagle.verifier.weights import VerifierHead
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from peagle import layout
-from peagle.drafter import Drafter, DrafterConfig
-from peagle.states.batch import pack
-from peagle.train.rows import trim
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.hidden_states.batch import pack
+from peagle.train.sources import trim
 from peagle.train.step import StepSettings, train_step
 from tests.train.problem import config, drafter_config, row, rows, run, verifier_head
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peagle.data.rows import TokenRow
-from peagle.states.batch import StoredRow
-from peagle.train import MemoryRows
-from peagle.train.first_layer import fit_first_layer
-from peagle.train.verifier_layers import start_from_verifier
-from peagle.verifier.facts import load_facts
+from peagle.data.records import TokenRow
+from peagle.hidden_states.batch import StoredRow
+from peagle.train.sources import MemoryRows
+from peagle.train.start import fit_first_layer, start_from_verifier
+from peagle.verifier.model_config import load_facts
 from tests import fakes
 from tests.train.test_verifier_layers import new_drafter
 

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.drafter import Drafter, DrafterConfig, save
+from peagle.drafter.checkpoint import save
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError, ConfigError
 from peagle.train.config import FitConfig, TrainConfig
-from peagle.train.kinds import for_drafter, settle
+from peagle.train.plan import for_drafter, settle
 from tests.train.problem import drafter_config
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from peagle.errors import DataError, StoreError, TrainingError
+from peagle.train.batches import Pack
 from peagle.train.metrics import Best, MetricsLog, StepMetrics, Sums
-from peagle.train.order import Pack
 from tests.train.problem import HIDDEN, config, drafter, row, rows, run
 
 

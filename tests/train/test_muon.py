@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peagle.train.muon import Muon, orthogonalize
+from peagle.train.optimizer import Muon, orthogonalize
 from tests.train.problem import ALONE
 
 

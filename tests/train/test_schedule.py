@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from peagle.train.schedule import Schedule, make
+from peagle.train.optimizer import Schedule, make
 
 
 def test_the_worked_example_of_the_linear_schedule():

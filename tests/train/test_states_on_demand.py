@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from peagle.drafter import load
+from peagle.drafter.checkpoint import load
 from peagle.errors import EndpointError, PeagleError, StoreError
-from peagle.states.config import ExtractConfig
-from peagle.states.extract import extract
-from peagle.states.store import StoreReader
+from peagle.hidden_states.config import ExtractConfig
+from peagle.hidden_states.extract import extract
+from peagle.hidden_states.store import StoreReader
 from peagle.train.config import TrainConfig
 from peagle.train.run import train
-from peagle.verifier.facts import load_facts
-from peagle.verifier.transformers import TransformersVerifier
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts
 from tests.train.files import Files, make_files
-from tests.verifier.fake_vllm import FakeServer
+from tests.vllm.fake_vllm import FakeServer
 
 CPU = torch.device("cpu")
 
@@ -111,7 +111,7 @@ def test_all_modes_give_the_same_losses(files, offline, tmp_path, mode, through)
 def test_offline_with_generate_asks_only_for_what_the_store_lacks(files, offline, tmp_path):
     store = tmp_path / "states"
     store.mkdir()
-    from peagle.states.store import StoreWriter
+    from peagle.hidden_states.store import StoreWriter
 
     reader = StoreReader.open(files.states)
     with StoreWriter.open(store, reader.spec, 10**8) as writer:
@@ -189,7 +189,9 @@ def test_eagle3_trains_saves_what_loads_and_starts_a_peagle_drafter(files, tmp_p
 
 
 def test_a_checkpoint_of_another_verifier_or_of_other_layers_is_refused(files, tmp_path):
-    from peagle.drafter import Drafter, DrafterConfig, save
+    from peagle.drafter.checkpoint import save
+    from peagle.drafter.model_config import DrafterConfig
+    from peagle.drafter.network import Drafter
 
     train(short(files, tmp_path / "one", max_steps=1))
     made = load(str(tmp_path / "one" / "checkpoint_last"), torch.float32, CPU)

@@ -10,9 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.parity import WHOLE, compare
-from peagle.drafter import Drafter, DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.hidden_states.batch import Batch
 from peagle.layout import full, sample, visible
-from peagle.states.batch import Batch
 from peagle.train.step import StepSettings, num_supervised, train_step, validate_step
 from peagle.verifier.weights import VerifierHead
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from peagle.drafter import Drafter, config_for
-from peagle.train.verifier_layers import start_from_verifier
-from peagle.verifier.facts import load_facts
+from peagle.drafter.model_config import config_for
+from peagle.drafter.network import Drafter
+from peagle.train.start import start_from_verifier
+from peagle.verifier.model_config import load_facts
 from tests import fakes
 
 

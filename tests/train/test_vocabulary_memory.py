@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from peagle import layout
-from peagle.drafter import Drafter, DrafterConfig
-from peagle.states.batch import Batch
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.hidden_states.batch import Batch
 from peagle.train.loss import verifier_choices
 from peagle.train.step import StepSettings, train_step, validate_step
 from peagle.verifier.weights import VerifierHead

@@ -19,13 +19,13 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from peagle.drafter import Drafter
+from peagle.drafter.network import Drafter
 from peagle.errors import PeagleError
-from peagle.train import distributed
-from peagle.train.distributed import World
+from peagle.train import parallel as distributed
+from peagle.train.batches import Pack
+from peagle.train.checkpoints import Keeper
 from peagle.train.loop import FitResult
-from peagle.train.order import Pack
-from peagle.train.resume import Keeper
+from peagle.train.parallel import World
 from tests.train.problem import config, drafter, row, rows, run
 
 HOW: dict[str, dict[str, Any]] = {
@@ -119,9 +119,9 @@ def saved(world: World, folder: Path) -> dict[str, Any]:
 
 def moments(world: World, folder: Path) -> dict[str, Any]:
     """K05: the checksum of every moment tensor, before the save and after the resume."""
+    from peagle.train.checkpoints import Progress
     from peagle.train.masters import Masters, choose_trained
     from peagle.train.optimizer import Optimizer
-    from peagle.train.resume import Progress
 
     def made() -> tuple[Masters, Optimizer]:
         model = drafter()
@@ -218,7 +218,7 @@ def signalled(world: World, folder: Path) -> dict[str, Any]:
 
 def decides(world: World, folder: Path) -> dict[str, Any]:
     """V08: rank 1's copy of the frequencies is missing or damaged; every rank has the same table all the same."""
-    from peagle.train.decide import decide
+    from peagle.train.plan import decide
     from tests.train.files import Files
 
     found = {}

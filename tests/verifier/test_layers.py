@@ -3,7 +3,7 @@
 import pytest
 
 from peagle.errors import VerifierError
-from peagle.verifier.layers import resolve_aux_layer_ids
+from peagle.verifier.model_config import resolve_aux_layer_ids
 
 
 def test_the_default_is_the_published_one():

@@ -7,10 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.errors import VerifierError
-from peagle.verifier.facts import load_facts
-from peagle.verifier.tensor_files import TensorFiles
-from peagle.verifier.transformers import TransformersVerifier
-from peagle.verifier.weights import VerifierHead, fingerprint, load_embedding, load_head
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import load_facts
+from peagle.verifier.weights import TensorFiles, VerifierHead, fingerprint, load_embedding, load_head
 from tests import fakes
 
 FAMILIES = [*fakes.TEXT_FAMILIES, *fakes.WRAPPERS]

@@ -29,7 +29,7 @@ def add_command(
     panel: str,
     extra_args: tuple[str, ...] = (),
 ) -> None:
-    """Add subcommand `name`: its flags are `config_type`'s fields, its help `run`'s docstring.
+    """Add subcommand `name`: its flags are `config_type`'s fields, its help the config's docstring.
 
     Args:
         app: the typer application.
@@ -76,7 +76,7 @@ def add_command(
     parameters.sort(key=lambda parameter: parameter.kind)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.__doc__ = _unwrapped(inspect.getdoc(run) or "")
+    command.__doc__ = _unwrapped(inspect.getdoc(config_type) or "")
     app.command(name, rich_help_panel=panel, cls=Command)(command)
 
 

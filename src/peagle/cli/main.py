@@ -6,10 +6,13 @@ import importlib
 import io
 import logging
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import typer
 
-import peagle
+from peagle._version import __version__
 from peagle.cli.flags import add_command, many_valued, split_extra, spread
 from peagle.cli.help import Commands
 from peagle.errors import DiskError, PeagleError
@@ -19,25 +22,47 @@ from peagle.files import os_error_line
 _Abort, _Exit = typer.Abort, typer.Exit
 _ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-# subcommand -> (module with `CONFIG` and `run`, help panel). A module is imported only when its command is asked for,
-# or when all are listed: `peagle --help` must not take the seconds that torch takes.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("peagle.cli.demo", "Start here"),
-    "doctor": ("peagle.cli.doctor", "Start here"),
-    "run": ("peagle.cli.run", "Start here"),
-    "prepare": ("peagle.cli.prepare", "Data"),
-    "inspect": ("peagle.cli.inspect", "Data"),
-    "regenerate": ("peagle.cli.regenerate", "Data"),
-    "extract": ("peagle.cli.extract", "Data"),
-    "launch-vllm": ("peagle.cli.launch_vllm", "Data"),
-    "train": ("peagle.cli.train", "Train"),
-    "convert": ("peagle.cli.convert", "Train"),
-    "evaluate": ("peagle.cli.evaluate", "Measure and serve"),
-    "report": ("peagle.cli.report", "Measure and serve"),
-    "check": ("peagle.cli.check", "Measure and serve"),
-    "serve": ("peagle.cli.serve", "Measure and serve"),
-    "push": ("peagle.cli.push", "Measure and serve"),
+
+@dataclass(frozen=True)
+class Subcommand:
+    """Where a subcommand's settings and its function are, as MODULE:NAME, imported only when they are needed.
+
+    `peagle --help` must not take the seconds that PyTorch takes: a config module imports no torch.
+    """
+
+    config: str
+    """The stage's config, whose docstring is the subcommand's help."""
+    run: str
+    """Takes the built config, returns the exit status."""
+    panel: str
+    """The group under which `peagle --help` lists it."""
+
+
+COMMANDS = {
+    "demo": Subcommand("peagle.pipeline.config:DemoConfig", "peagle.pipeline.demo:demo", "Start here"),
+    "doctor": Subcommand("peagle.pipeline.config:DoctorConfig", "peagle.pipeline.doctor:doctor", "Start here"),
+    "run": Subcommand("peagle.pipeline.config:RunConfig", "peagle.pipeline.run:main", "Start here"),
+    "prepare": Subcommand("peagle.data.config:PrepareConfig", "peagle.data.prepare:prepare", "Data"),
+    "inspect": Subcommand("peagle.data.config:InspectConfig", "peagle.data.inspect:inspect", "Data"),
+    "regenerate": Subcommand("peagle.regenerate.config:RegenerateConfig", "peagle.regenerate.run:regenerate", "Data"),
+    "extract": Subcommand("peagle.hidden_states.config:ExtractConfig", "peagle.hidden_states.extract:extract", "Data"),
+    "launch-vllm": Subcommand("peagle.vllm.config:LaunchConfig", "peagle.vllm.launch:launch", "Data"),
+    "train": Subcommand("peagle.train.config:TrainConfig", "peagle.train.run:main", "Train"),
+    "convert": Subcommand("peagle.convert.config:ConvertConfig", "peagle.convert.convert:convert", "Train"),
+    "evaluate": Subcommand(
+        "peagle.evaluate.config:EvaluateConfig", "peagle.evaluate.run:evaluate", "Measure and serve"
+    ),
+    "report": Subcommand("peagle.report.config:ReportConfig", "peagle.report.report:main", "Measure and serve"),
+    "check": Subcommand("peagle.serve.config:CheckConfig", "peagle.serve.check:check", "Measure and serve"),
+    "serve": Subcommand("peagle.serve.config:ServeConfig", "peagle.serve.launch:serve", "Measure and serve"),
+    "push": Subcommand("peagle.report.config:PushConfig", "peagle.report.hub:push", "Measure and serve"),
 }
+
+
+def find(name: str) -> Any:
+    """What a `MODULE:NAME` names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def build(names: list[str], arguments: list[str]) -> tuple[typer.Typer, list[str]]:
@@ -56,7 +81,7 @@ def build(names: list[str], arguments: list[str]) -> tuple[typer.Typer, list[str
 
     def show_version(asked: bool) -> None:
         if asked:
-            print(peagle.__version__)
+            print(__version__)
             raise typer.Exit()
 
     @app.callback()
@@ -69,14 +94,18 @@ def build(names: list[str], arguments: list[str]) -> tuple[typer.Typer, list[str
 
     many = {}
     for name in names:
-        path, panel = COMMANDS[name]
-        module = importlib.import_module(path)
+        command = COMMANDS[name]
+        config_type = find(command.config)
         extra: tuple[str, ...] = ()
         if name in arguments:
-            arguments, extra = split_extra(arguments, module.CONFIG)
-        add_command(app, name, module.CONFIG, module.run, panel, extra)
-        many[name] = many_valued(module.CONFIG)
+            arguments, extra = split_extra(arguments, config_type)
+        add_command(app, name, config_type, _later(command.run), command.panel, extra)
+        many[name] = many_valued(config_type)
     return app, spread(arguments, many)
+
+
+def _later(run: str) -> Callable[[Any], int | None]:
+    return lambda config: find(run)(config)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,14 +4,13 @@ In: data files, folders and hub sets in any common layout, and the verifier's to
 which of them the assistant wrote. Always: ids are what a chat server would send; every row that was read is kept or
 listed with its reason; order and content do not depend on the number of workers.
 
-`peagle.data.vocab` (the pruned draft vocabulary) and `peagle.data.prepare` (the stage) are imported by their own names.
+`peagle.data.draft_vocab` (the pruned draft vocabulary) and `peagle.data.prepare` (the stage) are imported by name.
 """
 
 from peagle.data.config import InspectConfig, PrepareConfig
-from peagle.data.conversation import Conversation, ReadyRow, Rejected, TextRow, UnusableRow
 from peagle.data.prepared import Prepared, load_prepared
-from peagle.data.rows import TokenRow
-from peagle.data.sources import read_conversations, read_rows
+from peagle.data.readers import read_conversations, read_rows
+from peagle.data.records import Conversation, ReadyRow, Rejected, TextRow, TokenRow, UnusableRow
 from peagle.data.template import ChatTemplate, render_prompt
 
 __all__ = [

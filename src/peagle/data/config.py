@@ -11,7 +11,11 @@ from peagle.config import StageConfig
 
 
 class PrepareConfig(StageConfig):
-    """Settings of `peagle prepare`."""
+    """Turn conversations into token rows for training, as the verifier's server would tokenize them.
+
+    Every row that is read is kept, or listed in rejected.jsonl with its line and reason. Look at the result with
+    `peagle inspect`. Prompts without replies go through `peagle regenerate` first.
+    """
 
     model: str
     """The verifier: a folder or hub id. Its tokenizer, chat template and vocabulary size are used, not its weights."""
@@ -43,7 +47,7 @@ class PrepareConfig(StageConfig):
 
 
 class InspectConfig(StageConfig):
-    """Settings of `peagle inspect`."""
+    """Show prepared rows with the supervised tokens highlighted, and what was dropped."""
 
     folder: Path = Field(json_schema_extra={"positional": True})
     """What `peagle prepare` wrote."""

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from peagle.data.config import InspectConfig
-from peagle.data.model import load_tokenizer
 from peagle.data.prepared import Prepared, load_prepared
-from peagle.data.rows import TokenRow
+from peagle.data.records import TokenRow
+from peagle.data.tokenizer import load_tokenizer
 from peagle.embedded import told
 from peagle.errors import DataError
 

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
+import multiprocessing
+import os
+import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-import peagle
 from peagle import log
+from peagle._version import __version__
 from peagle.data.config import PrepareConfig
-from peagle.data.conversation import Rejected
-from peagle.data.files import guess_rows
-from peagle.data.model import load_tokenizer, load_vocab_size, tokenizer_sha256
-from peagle.data.prepared import read_summary
-from peagle.data.sources import Part, parts_of, read_parts
+from peagle.data.prepared import REJECTED, RowsWriter, foreign_dataset, read_summary
+from peagle.data.readers import Part, guess_rows, parts_of, read_parts
+from peagle.data.records import Rejected
 from peagle.data.template import ChatTemplate, template_text
-from peagle.data.text_rows import TextMarks, marks_of_pattern, marks_of_template
-from peagle.data.tokenize import NO_REPLY, NO_SPAN, NO_TOKEN, Outcome, RowTokenizer
-from peagle.data.workers import ordered_map
-from peagle.data.writer import REJECTED, RowsWriter, foreign_dataset
+from peagle.data.tokenize import (
+    NO_REPLY,
+    NO_SPAN,
+    NO_TOKEN,
+    Outcome,
+    RowTokenizer,
+    TextMarks,
+    marks_of_pattern,
+    marks_of_template,
+)
+from peagle.data.tokenizer import load_tokenizer, load_vocab_size, tokenizer_sha256
 from peagle.errors import ConfigError, DataError, TemplateError
 from peagle.files import sha256_file
 
@@ -174,7 +187,7 @@ def _made_from(config: PrepareConfig, tokenizer: Any, vocab_size: int, parts: li
     )
     inputs = {part.origin: sha256_file(part.path) if part.path else None for part in parts}
     return {
-        "peagle": peagle.__version__,
+        "peagle": __version__,
         "settings": settings,
         "inputs": inputs,
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
@@ -295,3 +308,83 @@ def _summary(config: PrepareConfig, counts: Counts, writer: RowsWriter, made_fro
         "sources": dict(sorted(writer.sources.items())),
         "made_from": made_from,
     }
+
+
+# ---- The same function over many rows, in one process or several: the order and content of the result never
+# differ.
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_CHUNK = 32
+_SMALL = 256
+"""Fewer rows than this are not worth starting processes for."""
+_LOOK_EVERY_S = 0.5
+_function: Callable[[Any], Any] | None = None
+
+
+def default_workers() -> int:
+    """The CPUs that this process may use, at most 16."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus, 16)
+
+
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], num_workers: int | None) -> Iterator[Result]:
+    """Yield `function(item)` for each item, in order.
+
+    Args:
+        function: picklable where processes are spawned (macOS, Windows); it may keep caches that change no result.
+        items: read lazily, a bounded number ahead of the results.
+        num_workers: processes; None takes `default_workers()` and none at all for few items.
+
+    Raises:
+        DataError: a process was killed (out of memory, usually).
+    """
+    rows = iter(items)
+    if num_workers is not None and num_workers > 1:  # no more processes than there is work for
+        head = list(itertools.islice(rows, _CHUNK * num_workers))
+        num_workers = max(1, min(num_workers, -(-len(head) // _CHUNK)))
+        rows = itertools.chain(head, rows)
+    if num_workers is None:
+        head = list(itertools.islice(rows, _SMALL))
+        num_workers = default_workers() if len(head) == _SMALL else 1
+        rows = itertools.chain(head, rows)
+    if num_workers == 1:
+        yield from map(function, rows)
+        return
+    # The tokenizers library warns in every forked process otherwise; processes are the parallelism here.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    chunks = iter(lambda: list(itertools.islice(rows, _CHUNK)), [])
+    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(function,)) as pool:
+        waiting: deque[Future[list[Result]]] = deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_work, chunk))
+                if len(waiting) > 3 * num_workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        except BrokenProcessPool:
+            raise DataError("a worker process was killed, probably for memory; try fewer --num-workers") from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _start(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when its parent is gone: killed, it cannot tell its workers, and they would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY_S)
+    os._exit(1)
+
+
+def _work(chunk: list[Any]) -> list[Any]:
+    assert _function is not None
+    return [_function(item) for item in chunk]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from peagle.data.rows import TokenRow
-from peagle.data.writer import FREQUENCIES, SUMMARY
+from peagle.data.records import Rejected, TokenRow
 from peagle.errors import DataError
+from peagle.files import lock_file, whole_file, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,3 +89,169 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise DataError(f"{path}: expected an object, found a {type(found).__name__}")
     return found
+
+
+# ---- Writing prepared rows: an Arrow dataset that grows row by row, the token counts, and the lists of odd rows.
+
+
+SUMMARY, REJECTED, REPAIRED = "summary.json", "rejected.jsonl", "repaired.jsonl"
+WORK = ".prepare.tmp"
+FREQUENCIES = "token_frequencies.safetensors"
+_OWN = ("data-*.arrow", "state.json", "dataset_info.json", FREQUENCIES, REJECTED, REPAIRED, SUMMARY)
+_BATCH_ROWS = 256
+
+
+class RowsWriter:
+    """Collects rows into a work folder inside `output`; `finish` moves them in place. Other files there are let be."""
+
+    def __init__(self, output: Path, vocab_size: int) -> None:
+        import datasets
+        import numpy as np
+        import pyarrow as pa
+
+        self.output, self.work = output, output / WORK
+        self.frequencies = np.zeros(vocab_size, dtype=np.int64)
+        self.num_rows = self.num_tokens = self.num_supervised = 0
+        self.sources: dict[str, int] = {}
+        self._digest = hashlib.sha256()
+        self._lock_path = output / ".prepare.lock"
+        self._lock = lock_file(self._lock_path, f"preparing into {output}")
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(parents=True)
+        features = datasets.Features(
+            {
+                "row_id": datasets.Value("string"),
+                "source": datasets.Value("string"),
+                "input_ids": datasets.List(datasets.Value("int32")),
+                "loss_mask": datasets.List(datasets.Value("int8")),
+                "next_is_supervised": datasets.Value("bool"),
+                "tail_length": datasets.Value("int32"),
+            }
+        )
+        self._schema = features.arrow_schema
+        self._stream = pa.ipc.new_stream(str(self.work / "rows.arrow"), self._schema)
+        self._rejected = open(self.work / REJECTED, "w", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
+        self._repaired = open(self.work / REPAIRED, "w", encoding="utf-8")  # noqa: SIM115
+        self._batch: list[TokenRow] = []
+
+    def __enter__(self) -> RowsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._close()
+        except OSError:  # a full disk refuses the last bytes too; the error that brought us here is the one to tell
+            if error is None:
+                raise
+        finally:
+            shutil.rmtree(self.work, ignore_errors=True)
+            self._lock_path.unlink(missing_ok=True)
+            self._lock.close()
+
+    def add(self, row: TokenRow) -> None:
+        """Append one row."""
+        import numpy as np
+
+        ids = np.asarray(row.input_ids, dtype=np.int64)
+        mask = np.asarray(row.loss_mask, dtype=bool)
+        supervised = ids[mask]
+        np.add.at(self.frequencies, supervised, 1)
+        self.num_rows += 1
+        self.num_tokens += len(ids)
+        self.num_supervised += len(supervised)
+        self.sources[row.source] = self.sources.get(row.source, 0) + 1
+        for part in (row.row_id.encode(), ids.tobytes(), mask.tobytes()):
+            self._digest.update(len(part).to_bytes(8, "little") + part)
+        self._digest.update(bytes([row.next_is_supervised]) + row.tail_length.to_bytes(4, "little"))
+        self._batch.append(row)
+        if len(self._batch) == _BATCH_ROWS:
+            self._flush()
+
+    def reject(self, rejected: Rejected) -> None:
+        """List a row that gave nothing."""
+        self._rejected.write(json.dumps(vars(rejected)) + "\n")
+
+    def repaired(self, origin: str, line: int, row_id: str, repairs: tuple[str, ...]) -> None:
+        """List a row that was kept after repairs."""
+        record = {"origin": origin, "line": line, "row_id": row_id, "repairs": list(repairs)}
+        self._repaired.write(json.dumps(record) + "\n")
+
+    def rows_sha256(self) -> str:
+        """Hash of all rows in order: the identity of the prepared data."""
+        return self._digest.hexdigest()
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Save the dataset and everything beside it; the summary, written last, says that all of it is there."""
+        import datasets
+        from safetensors.numpy import save_file
+
+        self._flush()
+        self._close()
+        done = self.work / "done"
+        with _quiet_progress():
+            table = datasets.Dataset.from_file(str(self.work / "rows.arrow"))
+            table.save_to_disk(str(done))
+        with whole_file(done / FREQUENCIES) as temporary:
+            save_file({"frequencies": self.frequencies}, str(temporary))
+        for name in (REJECTED, REPAIRED):
+            (self.work / name).rename(done / name)
+        remove_prepared(self.output)
+        for path in sorted(done.iterdir(), key=lambda path: (path.name != FREQUENCIES, path.name)):
+            path.rename(self.output / path.name)
+        write_json(self.output / SUMMARY, summary)
+
+    def finish_empty(self) -> None:
+        """Nothing was kept: leave only the list of rejected rows."""
+        self._close()
+        text = (self.work / REJECTED).read_text(encoding="utf-8")
+        with whole_file(self.output / REJECTED) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if not self._batch:
+            return
+        columns = [[getattr(row, name) for row in self._batch] for name in self._schema.names]
+        arrays = [pa.array(column, type=kind) for column, kind in zip(columns, self._schema.types)]
+        self._stream.write_batch(pa.record_batch(arrays, schema=self._schema))
+        self._batch = []
+
+    def _close(self) -> None:
+        self._stream.close()
+        self._rejected.close()
+        self._repaired.close()
+
+
+def remove_prepared(folder: Path) -> None:
+    """Remove what an earlier preparation left, the summary first, so that half a dataset never passes for a whole."""
+    (folder / SUMMARY).unlink(missing_ok=True)
+    for pattern in _OWN:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def foreign_dataset(folder: Path) -> Path | None:
+    """A file of somebody else's Arrow dataset that preparing into `folder` would replace, if there is one.
+
+    Ours has the token frequencies (they arrive first and go last) or, after a kill, the work folder beside it.
+    """
+    if any((folder / name).exists() for name in (SUMMARY, FREQUENCIES, WORK)):
+        return None
+    return next((path for pattern in _OWN[:3] for path in sorted(folder.glob(pattern))), None)
+
+
+@contextlib.contextmanager
+def _quiet_progress() -> Iterator[None]:
+    """Keep `datasets` from drawing its own bars into ours."""
+    from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    was_on = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            enable_progress_bar()

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from peagle.data.conversation import Conversation, Message, UnusableRow
-from peagle.data.shape import CLOSING, CLOSING_TAG, OPENING_TAG, ThinkFormat, opening_of, split_thought
-from peagle.data.template import ChatTemplate
+from peagle.data.records import Conversation, Message, UnusableRow
+from peagle.data.template import CLOSING, CLOSING_TAG, OPENING_TAG, ChatTemplate, ThinkFormat, opening_of, split_thought
 
 SUPPLIED = re.compile(rf"(?:(?P<opening>{OPENING_TAG})(?P<space>\s*)(?:{CLOSING_TAG}\s*)?|{CLOSING_TAG}\s*)$")
 """What a generation prompt may end with: an opening think tag, an empty think block, or a closing tag alone."""

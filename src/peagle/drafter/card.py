@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from peagle.drafter.config import DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
 from peagle.embedded import NAMES, told
 from peagle.files import whole_file
 

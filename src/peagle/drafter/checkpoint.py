@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from peagle.drafter.card import write_card
-from peagle.drafter.config import DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError
 from peagle.files import whole_folder, write_json

@@ -14,11 +14,13 @@ from typing import cast
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from peagle.drafter.config import DrafterConfig
-from peagle.drafter.ops import rms_norm, swiglu
-from peagle.drafter.rope import inverse_frequencies, rotary_table, rotate
-from peagle.products import linear
+from peagle.drafter.model_config import DrafterConfig
+from peagle.errors import ConfigError
+from peagle.kernels.ops import rms_norm, swiglu
+from peagle.kernels.products import linear
 
 # attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
 #   -> [..., num_slots, num_heads * head_dim]; q and k arrive rotated.
@@ -280,3 +282,42 @@ class Drafter(nn.Module):
     def to_verifier_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary ids to verifier ids: id + d2t[id]; the same ids without a pruned vocabulary."""
         return draft_ids + self.d2t[draft_ids] if self.config.is_pruned else draft_ids
+
+
+# ---- Rotary positions. Frequencies come from Transformers, so that every type means what the verifier's config
+# means.
+
+
+def inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies, float32, [head_dim / 2], and the factor that some types (yarn) put on cos and sin.
+
+    Raises:
+        ConfigError: the rope parameters lack what their type needs, or hold what is no number.
+    """
+    try:
+        table = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=config.num_attention_heads * config.head_dim,  # qwen3 layers may be of another width
+                num_attention_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=dict(config.rope_parameters),
+            )
+        )
+    except Exception as error:  # Transformers' checks of rope parameters raise classes of their own
+        found = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ConfigError(f"rope_parameters {dict(config.rope_parameters)} cannot be used ({found})") from None
+    return table.inv_freq.detach().clone().float(), float(table.attention_scaling)
+
+
+def rotary_table(inv_freq: Tensor, scale: float, rope_pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of each slot, computed in float32, each [..., num_slots, 1, head_dim]."""
+    angles = rope_pos.to(torch.float32)[..., None] * inv_freq
+    angles = torch.cat([angles, angles], -1)[..., None, :]
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads: [..., num_slots, num_heads, head_dim] by tables of [..., num_slots, 1, head_dim]."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peagle.drafter.config import DrafterConfig
+from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from peagle.drafter import Drafter
-from peagle.engine.acceptance import accept, pick
-from peagle.engine.answers import Answer, Laps, Pass, Request
-from peagle.engine.drafting import Drafting
-from peagle.engine.fused import FusedDrafter
-from peagle.engine.sampling import Sampling, probabilities
+from peagle.drafter.network import Drafter
+from peagle.engine.acceptance import Sampling, accept, pick, probabilities
+from peagle.engine.drafting import Drafting, FusedDrafter
+from peagle.engine.records import Answer, Laps, Pass, Request
 from peagle.engine.verifier_pass import VerifierPass
 from peagle.errors import ConfigError
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from peagle.engine.cache import KeyValues
-from peagle.engine.span import Ruler, Span
+from peagle.engine.cache import KeyValues, Ruler, Span
 from peagle.errors import VerifierError
 
 _ATTENTION = "peagle_engine"

@@ -14,7 +14,10 @@ _SERVER: Any = {"panel": "Served drafter"}
 
 
 class EvaluateConfig(StageConfig):
-    """Which drafter to measure, on what, and how."""
+    """Measure a drafter: acceptance by position, speed beside plain decoding, and that answers are unchanged.
+
+    Counts as vLLM does. With `--endpoint` the counters of a running vLLM are read instead of decoding here.
+    """
 
     checkpoint: str = Field(json_schema_extra={"positional": True})
     """The drafter: a checkpoint folder or a hub id."""

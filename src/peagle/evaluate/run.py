@@ -12,26 +12,24 @@ from typing import Any
 
 from rich.console import Console
 
-from peagle import drafter as drafters
 from peagle import log
-from peagle.drafter import DrafterConfig
+from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.card import refresh_card
 from peagle.drafter.checkpoint import read_config
+from peagle.drafter.model_config import DrafterConfig
 from peagle.engine import Sampling
-from peagle.evaluate import table
+from peagle.evaluate import results as table
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.counts import DatasetCounts, pool
-from peagle.evaluate.decoding import count, decode
-from peagle.evaluate.items import DEFAULT_LIMIT, Read, by_source, read_items
-from peagle.evaluate.outcome import Outcome, Served
-from peagle.evaluate.pairing import check_pair
-from peagle.evaluate.records import open_store
+from peagle.evaluate.decode import count, decode
+from peagle.evaluate.prompts import DEFAULT_LIMIT, Read, by_source, check_pair, read_items
 from peagle.evaluate.replay import total
-from peagle.evaluate.replaying import replay_decoded, replay_recorded
+from peagle.evaluate.replay_check import open_store, replay_decoded, replay_recorded
+from peagle.evaluate.results import Outcome, Served
 from peagle.files import whole_file, write_json
-from peagle.verifier.facts import VerifierFacts, load_facts
-from peagle.verifier.tokenizer import eos_ids, load_tokenizer
-from peagle.verifier.transformers import TransformersVerifier, resolve_device, resolve_dtype
+from peagle.verifier.local import TransformersVerifier, resolve_device, resolve_dtype
+from peagle.verifier.model_config import VerifierFacts, load_facts
+from peagle.verifier.special_tokens import eos_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ def evaluate(config: EvaluateConfig) -> int:
         PeagleError: checkpoint, verifier, data or store cannot be used.
     """
     began_s = time.monotonic()
-    folder = drafters.find(config.checkpoint)
+    folder = drafter_checkpoint.find(config.checkpoint)
     shape = DrafterConfig.from_json(read_config(folder), str(folder / "config.json"))
     facts = load_facts(config.verifier_name_or_path or shape.verifier, config.trust_remote_code)
     facts = facts.with_tensor_names(config.verifier_tensors)
@@ -79,7 +77,7 @@ def _measure(
     if not read.items:
         return Outcome(depth, {}, None, None, None, notes)
     dtype, device = resolve_dtype(facts, config.dtype), resolve_device(config.device)
-    drafter = drafters.load(str(folder), dtype, device)
+    drafter = drafter_checkpoint.load(str(folder), dtype, device)
     if config.mode == "replay":
         replayed, more = replay_recorded(config, facts, drafter, read.items, depth, sampling)
         return Outcome(depth, total(replayed, depth), None, None, None, [*notes, *more])
@@ -106,11 +104,11 @@ def _measure(
 def _serve(
     config: EvaluateConfig, facts: VerifierFacts, tokenizer: Any, read: Read, depth: int, notes: list[str]
 ) -> Outcome:
-    from peagle.evaluate.endpoint import ServedDrafter
-    from peagle.verifier.answers import Prompt
-    from peagle.verifier.generation import GenerationSettings
-    from peagle.verifier.vllm_answer_source import AnswerEndpoints
-    from peagle.verifier.vllm_client import RetryPolicy
+    from peagle.evaluate.served import ServedDrafter
+    from peagle.regenerate.answers import Prompt
+    from peagle.regenerate.generation import GenerationSettings
+    from peagle.vllm.answers import AnswerEndpoints
+    from peagle.vllm.client import RetryPolicy
 
     if config.num_speculative_tokens is not None:
         notes.append("--num-speculative-tokens is the server's to choose; the table shows what it drafted")
@@ -144,7 +142,7 @@ def _load(
     config: EvaluateConfig, read: Read, limit: int, ends: tuple[int, ...], max_tokens: int
 ) -> list[dict[str, Any]]:
     """Tokens/s and latencies at each asked concurrency, beside a server without a drafter if there is one."""
-    from peagle.evaluate.latency import LoadedServer, under_load
+    from peagle.evaluate.served import LoadedServer, under_load
 
     prompts = [item.prompt_ids for item in read.items if len(item.prompt_ids) + limit <= max_tokens]
     if not prompts:

@@ -12,11 +12,10 @@ from rich.text import Text
 from peagle.drafter.checkpoint import find
 from peagle.serve.config import CheckConfig
 from peagle.serve.config_rules import check_config
-from peagle.serve.findings import Findings
-from peagle.serve.raw_checkpoint import read_checkpoint
+from peagle.serve.files import Findings, read_checkpoint
 from peagle.serve.tensor_rules import check_tensors
 from peagle.serve.verifier_rules import check_embedding, check_end_tokens, check_engine, check_length, check_verifier
-from peagle.verifier.vllm_support import Engine, engine_here
+from peagle.vllm.support import Engine, engine_here
 
 logger = logging.getLogger(__name__)
 

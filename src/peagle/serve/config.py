@@ -10,7 +10,10 @@ from peagle.config import StageConfig
 
 
 class CheckConfig(StageConfig):
-    """Settings of `peagle check`."""
+    """Say whether a checkpoint can be served, and what vLLM would refuse or misread.
+
+    Exit status 0: it can be served as trained; 1: it cannot; 2: there is no such checkpoint.
+    """
 
     checkpoint: str = Field(json_schema_extra={"positional": True})
     """A checkpoint folder or hub id."""
@@ -29,7 +32,14 @@ class CheckConfig(StageConfig):
 
 
 class ServeConfig(StageConfig):
-    """Settings of `peagle serve`."""
+    """Serve a drafter with its verifier: check the checkpoint, then become `vllm serve`.
+
+    vLLM's own flags follow `--`:
+
+        peagle serve runs/checkpoints/checkpoint_best -- --port 8000 --max-model-len 4096
+
+    The server listens on the loopback interface unless --host says otherwise. `vllm serve CHECKPOINT` works too.
+    """
 
     checkpoint: str = Field(json_schema_extra={"positional": True})
     """A drafter: a checkpoint folder or hub id."""

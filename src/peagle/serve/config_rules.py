@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.drafter.config import MAX_LAYERS
-from peagle.serve.findings import Findings
+from peagle.drafter.model_config import MAX_LAYERS
+from peagle.serve.files import Findings
 
 CONFIG = "config.json"
 ARCHITECTURES = {"peagle": "PEagleDraftModel", "eagle3": "Eagle3DraftModel"}

@@ -11,11 +11,10 @@ from peagle.errors import CheckpointError, ConfigError
 from peagle.serve.check import check_checkpoint
 from peagle.serve.config import ServeConfig
 from peagle.serve.config_rules import ServedShape, check_config
-from peagle.serve.findings import Findings
-from peagle.serve.raw_checkpoint import read_checkpoint
-from peagle.verifier.facts import load_facts
-from peagle.verifier.vllm_launch import ServerCommand, address_arguments, exec_server, option, server_url
-from peagle.verifier.vllm_support import MIN_VERSION, Engine, detour_arguments, find_engine
+from peagle.serve.files import Findings, read_checkpoint
+from peagle.verifier.model_config import load_facts
+from peagle.vllm.launch import ServerCommand, address_arguments, exec_server, option, server_url
+from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
 

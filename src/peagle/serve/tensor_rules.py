@@ -8,8 +8,7 @@ from collections import Counter
 import torch
 
 from peagle.serve.config_rules import ServedShape
-from peagle.serve.findings import Findings
-from peagle.serve.raw_checkpoint import RawCheckpoint
+from peagle.serve.files import Findings, RawCheckpoint
 
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHUNK_ROWS = 8192

@@ -7,16 +7,15 @@ from safetensors import SafetensorError
 
 from peagle.errors import ConfigError, VerifierError
 from peagle.serve.config_rules import ServedShape
-from peagle.serve.findings import Findings
-from peagle.serve.raw_checkpoint import RawCheckpoint
-from peagle.verifier.facts import VerifierFacts, load_facts
-from peagle.verifier.vllm_support import MIN_VERSION, Engine, detour_arguments, needs_detour
+from peagle.serve.files import Findings, RawCheckpoint
+from peagle.verifier.model_config import VerifierFacts, load_facts
 from peagle.verifier.weights import load_embedding
+from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, needs_detour
 
 MIN_EAGLE3 = (0, 10)
 """First vLLM that reads Speculators' EAGLE-3 checkpoints."""
 LAST_WRONG_CPU_SAMPLING = (0, 32)
-"""Its `_expand_kernel_impl` for CPU drops the expanded temperature: found by the chi-square test of `tests/vllm`."""
+"""Its `_expand_kernel_impl` for CPU drops the expanded temperature: found by a chi-square test in `tests/vllm/real`."""
 _SAMPLED_ROWS = 4096
 _UNRELATED_COSINE = 0.1
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
+from peagle.kernels import tiles
+from peagle.kernels.native import Tile
 from peagle.layout.visibility import visible
-from peagle.native import Tile
-from peagle.train import flex, tiles
+from peagle.train import flex
 
 AttentionName = Literal["reference", "sdpa", "flex"]
 # heads(q [num_queries, heads, dim], k, v [num_keys, kv_heads, dim], mask [num_queries, num_keys] or None for causal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,11 +12,11 @@ from typing import Generic, TypeVar
 import torch
 
 from peagle import layout
+from peagle.errors import DataError
+from peagle.hidden_states.batch import Batch, pack
 from peagle.layout import CodLayout
-from peagle.states.batch import Batch, pack
 from peagle.train.config import FitConfig
-from peagle.train.order import Pack, generator
-from peagle.train.rows import Rows, trim
+from peagle.train.sources import Rows, trim
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -105,3 +106,131 @@ def ahead(items: Iterable[Item], make: Callable[[Item], Made]) -> Iterator[Ready
         finally:
             for _, future in pending:
                 future.cancel()
+
+
+# ---- Which rows go together, in which order, on which rank: pure functions of row ids, lengths, seed and epoch.
+
+
+# Rows are packed among neighbours of the shuffled order: enough of them to fill packs well (97 % and more), few enough
+# that packing a million rows takes seconds.
+_PACKS_PER_WINDOW = 32
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Rows laid one after another in one sequence."""
+
+    row_ids: tuple[str, ...]
+    num_tokens: int
+    """Of its rows together, after `rows.trim`."""
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed that depends on every part: equal parts, equal seed, on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def generator(*parts: object) -> torch.Generator:
+    """A CPU generator seeded by `seed_of(parts)`."""
+    return torch.Generator().manual_seed(seed_of(*parts))
+
+
+def conversation_of(row_id: str) -> str:
+    """The conversation a row was cut from: rows of one conversation (`ID#turn`) are never split over two sides."""
+    return row_id.rsplit("#", 1)[0]
+
+
+def split(row_ids: list[str], train_ratio: float) -> tuple[list[str], list[str]]:
+    """(training rows, validation rows): of the conversations by their hash, the first `train_ratio`, the rest.
+
+    So the split depends on neither order nor seed, and added rows move few others. With a ratio below 1 and at least
+    two conversations neither side is empty. Both sides keep the order of `row_ids`.
+    """
+    if train_ratio >= 1:
+        return list(row_ids), []
+    conversations = sorted({conversation_of(r) for r in row_ids}, key=lambda name: (seed_of("split", name), name))
+    num_train = round(train_ratio * len(conversations))
+    num_train = max(1, min(num_train, len(conversations) - 1))
+    chosen = set(conversations[:num_train])
+    is_train = [conversation_of(row_id) in chosen for row_id in row_ids]
+    return (
+        [row_id for row_id, wanted in zip(row_ids, is_train) if wanted],
+        [row_id for row_id, wanted in zip(row_ids, is_train) if not wanted],
+    )
+
+
+def first_by_hash(row_ids: list[str], limit: int | None) -> list[str]:
+    """At most `limit` rows, those of the smallest hash, in the order of `row_ids`."""
+    if limit is None or limit >= len(row_ids):
+        return list(row_ids)
+    kept = set(sorted(row_ids, key=lambda row_id: (seed_of("sample", row_id), row_id))[:limit])
+    return [row_id for row_id in row_ids if row_id in kept]
+
+
+def packs(lengths: dict[str, int], total_seq_len: int, seed: int, epoch: int | None) -> list[Pack]:
+    """All rows of an epoch, each once, packed up to `total_seq_len` tokens.
+
+    Rows are shuffled, then packed first-fit-decreasing among neighbours, then packs are shuffled.
+
+    Args:
+        lengths: tokens of each row, in a fixed order.
+        total_seq_len: most tokens in a pack.
+        seed, epoch: decide the order; epoch None keeps the order given (validation).
+
+    Raises:
+        DataError: a row is longer than a pack.
+    """
+    ids = list(lengths)
+    for row_id in ids:
+        if lengths[row_id] > total_seq_len:
+            raise DataError(
+                f"row {row_id} has {lengths[row_id]} tokens, --total-seq-len is {total_seq_len}; raise it, or prepare "
+                f"again with --seq-length {total_seq_len}"
+            )
+    shuffle = None if epoch is None else generator("order", seed, epoch)
+    if shuffle is not None:
+        ids = [ids[i] for i in torch.randperm(len(ids), generator=shuffle).tolist()]
+    found: list[Pack] = []
+    for window in _windows(ids, lengths, _PACKS_PER_WINDOW * total_seq_len):
+        bins: list[list[str]] = []
+        room: list[int] = []
+        for row_id in sorted(window, key=lambda row_id: -lengths[row_id]):
+            for index, free in enumerate(room):
+                if lengths[row_id] <= free:
+                    bins[index].append(row_id)
+                    room[index] -= lengths[row_id]
+                    break
+            else:
+                bins.append([row_id])
+                room.append(total_seq_len - lengths[row_id])
+        found += [Pack(tuple(rows), total_seq_len - free) for rows, free in zip(bins, room)]
+    if shuffle is not None:
+        found = [found[i] for i in torch.randperm(len(found), generator=shuffle).tolist()]
+    return found
+
+
+def _windows(ids: list[str], lengths: dict[str, int], num_tokens: int) -> list[list[str]]:
+    windows: list[list[str]] = []
+    room = 0
+    for row_id in ids:
+        if not windows or lengths[row_id] > room:
+            windows.append([])
+            room = num_tokens
+        windows[-1].append(row_id)
+        room -= lengths[row_id]
+    return windows
+
+
+def share(group: list[Pack], num_ranks: int) -> list[list[int]]:
+    """Deal the packs of one optimizer step to ranks, evenly by tokens: for each rank, indices into `group`, ascending.
+
+    A rank may get none.
+    """
+    load = [0] * num_ranks
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index in sorted(range(len(group)), key=lambda i: (-group[i].num_tokens, i)):
+        rank = min(range(num_ranks), key=lambda r: (load[r], len(dealt[r]), r))
+        load[rank] += group[index].num_tokens
+        dealt[rank].append(index)
+    return [sorted(indices) for indices in dealt]

@@ -142,7 +142,12 @@ class FitConfig(StageConfig):
 
 
 class TrainConfig(FitConfig):
-    """`peagle train`: where things are, the drafter's shape, what to keep, and everything of `FitConfig`."""
+    """Train a drafter, P-EAGLE or EAGLE-3, on prepared rows and their hidden states.
+
+    Every checkpoint folder is servable as it is: `peagle serve SAVE_PATH/checkpoint_best`. The same command goes on
+    after SIGTERM, Ctrl-C or a crash. For several GPUs:
+    `torchrun --standalone --nproc_per_node 2 -m peagle train ...`.
+    """
 
     verifier_name_or_path: str = Field(json_schema_extra=_PATHS)
     """The verifier: hub id or folder. Its embedding, head and final norm start the drafter."""

@@ -10,32 +10,32 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
 from peagle import log
-from peagle.drafter import Drafter
+from peagle.drafter.network import Drafter
 from peagle.errors import ConfigError, PeagleError, TrainingError
-from peagle.train.batches import Laid, Ready, ahead, lay_out
+from peagle.train.batches import Laid, Pack, Ready, ahead, lay_out, packs, share
+from peagle.train.checkpoints import INTERRUPTED, Keeper, Progress
 from peagle.train.config import FitConfig
-from peagle.train.distributed import World
-from peagle.train.interrupt import Interrupt
-from peagle.train.kinds import for_drafter
+from peagle.train.loss import verifier_choices
 from peagle.train.masters import Masters, choose_trained
 from peagle.train.memory import choose_sizes, default_budget, keep_pages, least_budget
-from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Validation, add_up, sums_of
-from peagle.train.optimizer import Optimizer
-from peagle.train.order import Pack, packs, share
-from peagle.train.resume import INTERRUPTED, Keeper, Progress
-from peagle.train.rows import Rows
-from peagle.train.schedule import make
-from peagle.train.step import StepSettings, train_step
-from peagle.train.trackers import Trackers
-from peagle.train.validate import validate, validation_packs
+from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Trackers, Validation, add_up, sums_of
+from peagle.train.optimizer import Optimizer, make
+from peagle.train.parallel import World
+from peagle.train.plan import for_drafter
+from peagle.train.sources import Rows
+from peagle.train.step import StepResult, StepSettings, train_step, validate_step
 from peagle.verifier.weights import VerifierHead
 
 logger = logging.getLogger(__name__)
@@ -405,3 +405,99 @@ def _note(metrics: StepMetrics, tokens_per_s: float) -> str:
     return (
         f"loss {metrics.loss:.3f}  accept@0 {metrics.accuracy[0]:.2f}{deepest}  {speed} tokens/s  data wait {wait:.0f}%"
     )
+
+
+# ---- Validation: every depth of every anchor of the held-out rows, no sampling, so that its figures are not noise.
+
+
+def validation_packs(lengths: dict[str, int], config: FitConfig) -> list[Pack]:
+    """The held-out rows in a fixed order."""
+    return packs(lengths, config.total_seq_len, config.seed, None)
+
+
+def validate(
+    drafter: Drafter,
+    head: VerifierHead,
+    full_head: VerifierHead | None,
+    rows: Rows,
+    held_out: list[Pack],
+    config: FitConfig,
+    settings: StepSettings,
+    dtype: torch.dtype,
+    world: World,
+    step: int,
+    epoch: int,
+) -> Validation:
+    """Score the drafter. Collective: each rank takes its share of the packs.
+
+    Args:
+        drafter: its parameters whole.
+        head: the verifier's head, restricted to the draft vocabulary.
+        full_head: the whole one, with a pruned vocabulary: a choice outside counts as missed. None if not pruned.
+        rows, held_out: the validation rows.
+        config, settings, dtype: as in training.
+        world: the ranks.
+        step, epoch: for the record.
+
+    Raises:
+        Exception: what a rank's data raised, on that rank, after the others were met.
+    """
+    began_s = time.monotonic()
+    mine = [held_out[i] for i in share(held_out, world.size)[world.rank]]
+    rows.expect([row_id for one in mine for row_id in one.row_ids])
+    results: list[StepResult] = []
+    error: Exception | None = None
+    ready: Ready
+    for ready in ahead(mine, lambda one: lay_out(rows, one, config, None)):
+        if ready.made is None:
+            error = ready.error
+            break
+        batch, slots = ready.made.batch.to(world.device, dtype), ready.made.layout.to(world.device)
+        choices = None
+        if full_head is not None:
+            with torch.no_grad():
+                draft_ids = torch.arange(drafter.d2t.numel(), device=world.device) + drafter.d2t
+                choices = verifier_choices(
+                    full_head, full_head.normed(batch.last_states), draft_ids, settings.chunk_rows
+                )
+        results.append(validate_step(drafter, head, batch, slots, settings, choices))
+    added = add_up(results, config.num_depths, world.device)
+    world.check(error)
+    sums = sums_of(world.sum(added))
+    return Validation(
+        step,
+        epoch,
+        sums.mean_loss,
+        sums.accuracy,
+        sums.acceptance_length if sums.total[0] else float("nan"),
+        sum(sums.total),
+        time.monotonic() - began_s,
+    )
+
+
+# ---- SIGTERM and Ctrl-C during training: noted, answered between two optimizer steps, with everything saved.
+
+
+class Interrupt:
+    """Inside the context the first SIGTERM or SIGINT sets `signal_number`; a second SIGINT ends the process."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_number = number

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from peagle import native
-from peagle.products import product
+from peagle.kernels import native
+from peagle.kernels.products import product
 from peagle.verifier.weights import VerifierHead
 
 LossName = Literal["kl_div", "ce", "tv"]

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from peagle.drafter import Drafter
-from peagle.train.distributed import World
+from peagle.drafter.network import Drafter
+from peagle.train.parallel import World
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -5,15 +5,18 @@ Matrices of the layers and `fc` are stepped by Muon (or AdamW); embedding, head,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from peagle.errors import CheckpointError
 from peagle.train.config import FitConfig
 from peagle.train.masters import EMBEDDING, HEAD, Masters
-from peagle.train.muon import Muon
+from peagle.train.parallel import World
 
 _ADAM_STATE = ("exp_avg", "exp_avg_sq")
 _MUON_STATE = ("momentum_buffer",)
@@ -129,3 +132,130 @@ class Optimizer:
 def _step_device(stepper: torch.optim.Optimizer, master: Tensor) -> torch.device:
     """Where AdamW wants its count: beside the tensor if fused, else on the CPU."""
     return master.device if stepper.param_groups[0]["fused"] else torch.device("cpu")
+
+
+# ---- Muon for matrices that may be replicated or sharded: each matrix is orthogonalized once, whole, by one rank.
+
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+_EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """The matrix with its singular values pushed towards 1, by five Newton-Schulz iterations.
+
+    Args:
+        matrix: [num_rows, num_columns].
+
+    Returns:
+        The same shape, in the iteration's dtype: bfloat16 where the hardware multiplies it, float32 on other CPUs,
+        float64 for a float64 matrix.
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(_iteration_dtype(matrix))
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=_EPS)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _iteration_dtype(matrix: Tensor) -> torch.dtype:
+    if matrix.dtype == torch.float64:
+        return torch.float64
+    # Emulated bfloat16 products cost several times float32's; with hardware they cost half.
+    slow = matrix.device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+    return torch.float32 if slow else torch.bfloat16
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized, with decoupled weight decay.
+
+    Args:
+        matrices: parameters of two dimensions, plain or sharded (DTensor); the same list on every rank.
+        lr: learning rate; the step's root mean square is 0.2 * lr, as AdamW's is.
+        momentum: Nesterov momentum.
+        weight_decay: decoupled.
+        world: the ranks that share the work.
+    """
+
+    def __init__(self, matrices: list[Tensor], lr: float, momentum: float, weight_decay: float, world: World) -> None:
+        assert all(matrix.dim() == 2 for matrix in matrices), "Muon steps matrices only"
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.world = world
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every matrix that has a gradient (all ranks agree on which)."""
+        for group in self.param_groups:
+            matrices = sorted((m for m in group["params"] if m.grad is not None), key=_work, reverse=True)
+            # A round is one matrix for each rank; sorted by work, so that a round's matrices take equally long.
+            for first in range(0, len(matrices), self.world.size):
+                self._round(matrices[first : first + self.world.size], group)
+
+    def _round(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        updates: list[Tensor] = []
+        for owner, matrix in enumerate(matrices):
+            momentum = self._momentum(matrix, group["momentum"])
+            whole = momentum.full_tensor() if isinstance(momentum, DTensor) else momentum
+            if owner == self.world.rank:
+                updates.append(orthogonalize(whole).contiguous())
+            else:
+                updates.append(torch.empty(whole.shape, dtype=_iteration_dtype(whole), device=whole.device))
+        for owner, (matrix, update) in enumerate(zip(matrices, updates)):
+            self.world.broadcast([update], owner)
+            matrix.mul_(1 - group["lr"] * group["weight_decay"])
+            step = update.to(matrix.dtype)
+            if isinstance(matrix, DTensor):
+                step = distribute_tensor(step, matrix.device_mesh, matrix.placements, src_data_rank=None)
+            matrix.add_(step, alpha=-0.2 * group["lr"] * math.sqrt(max(matrix.shape)))
+
+    def _momentum(self, matrix: Tensor, momentum: float) -> Tensor:
+        """Update the running gradient; returns the Nesterov look-ahead."""
+        assert matrix.grad is not None
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        buffer = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
+        return matrix.grad.lerp(buffer, momentum)
+
+
+def _work(matrix: Tensor) -> int:
+    return matrix.numel() * min(matrix.shape)
+
+
+# ---- The learning rate as a pure function of the number of optimizer steps: there is no scheduler state to lose.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up, then a fall to zero at `total_steps`."""
+
+    kind: str
+    """"linear", "cosine" or "none" (constant after warm-up)."""
+    warmup_steps: int
+    total_steps: int
+
+    def factor(self, step: int) -> float:
+        """The share of the peak learning rate for the optimizer step after `step` completed ones.
+
+        Step 0 already learns: a warm-up of w steps gives 1/w, 2/w .. 1. `factor(total_steps)` is 0, the floor.
+
+        Example:
+            linear, 2 of 6 steps of warm-up: 0.5, 1, 1, 0.75, 0.5, 0.25, and 0 where the run ends.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "none":
+            return 1.0
+        share = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return 1.0 - share if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+def make(kind: str, warmup_ratio: float, warmup_steps: int | None, total_steps: int) -> Schedule:
+    """The schedule of a run: `warmup_steps` wins over `warmup_ratio`, and warm-up never exceeds the run."""
+    steps = round(warmup_ratio * total_steps) if warmup_steps is None else warmup_steps
+    return Schedule(kind, min(steps, total_steps), total_steps)

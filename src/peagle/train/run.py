@@ -11,32 +11,34 @@ from typing import Any, BinaryIO
 import torch
 
 from peagle import log
-from peagle.drafter import Drafter
-from peagle.drafter import load as load_drafter
 from peagle.drafter.card import refresh_card
 from peagle.drafter.checkpoint import DTYPES
+from peagle.drafter.checkpoint import load as load_drafter
+from peagle.drafter.network import Drafter
 from peagle.drafter.warm_start import warm_start
 from peagle.errors import ConfigError, DiskError
 from peagle.files import free_bytes, lock_file, sweep
+from peagle.train.checkpoints import LAST, Keeper, discover, remove_all
 from peagle.train.config import TrainConfig
-from peagle.train.decide import Decision, decide, need_save_path
-from peagle.train.distributed import COLLECTIVE_TIMEOUT_S, World, start, stop
-from peagle.train.first_layer import fit_first_layer
-from peagle.train.initialise import initialise
-from peagle.train.kinds import for_drafter, settle
 from peagle.train.loop import FitResult, fit
 from peagle.train.masters import HEAD, choose_trained
-from peagle.train.open_rows import OpenRows, open_rows
-from peagle.train.resume import LAST, Keeper, discover, remove_all
-from peagle.train.rows import Remembered
-from peagle.train.trackers import Trackers, open_trackers
-from peagle.train.verifier_layers import start_from_verifier
-from peagle.verifier.facts import load_facts
+from peagle.train.metrics import Trackers, open_trackers
+from peagle.train.parallel import COLLECTIVE_TIMEOUT_S, World, start, stop
+from peagle.train.plan import Decision, decide, for_drafter, need_save_path, settle
+from peagle.train.sources import OpenRows, Remembered, open_rows
+from peagle.train.start import fit_first_layer, initialise, start_from_verifier
+from peagle.verifier.model_config import load_facts
 from peagle.verifier.weights import VerifierHead, load_embedding, load_head
 
 logger = logging.getLogger(__name__)
 
 _GB = 1 << 30
+
+
+def main(config: TrainConfig) -> int:
+    """`peagle train`: 0, or as shells count 128 and the signal that stopped it, since it is not done yet."""
+    result = train(config)
+    return 0 if result.signal_number is None else 128 + result.signal_number
 
 
 def train(config: TrainConfig) -> FitResult:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from peagle.drafter.network import Drafter, Entered
+from peagle.hidden_states.batch import Batch
+from peagle.kernels import tiles
+from peagle.kernels.native import Tile
 from peagle.layout.cod import CodLayout
-from peagle.native import Tile
-from peagle.states.batch import Batch
-from peagle.train import tiles
 from peagle.train.attention import HEADS, AttentionName, Seen, base_attention, rollout_attention
-from peagle.train.base import Base
-from peagle.train.chain import chain_rollout
+from peagle.train.context import Base
+from peagle.train.eagle3 import chain_rollout
 from peagle.train.loss import LossName, Targets, head_loss
 from peagle.train.memory import give_back
 from peagle.verifier.weights import VerifierHead

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from peagle.data.rows import TokenRow
+from peagle.data.records import TokenRow
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RowRefused:
 
 
 class StateSource(Protocol):
-    """Something that yields a verifier's states for token rows. `states/extract.py` drives it."""
+    """Something that yields a verifier's states for token rows. `hidden_states/extract.py` drives it."""
 
     @property
     def max_tokens(self) -> int:

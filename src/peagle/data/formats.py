@@ -1,0 +1,478 @@
+"""One normaliser for the turns of every conversation layout: role and key aliases, content parts, tool calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.data.records import Message, UnusableRow
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "function_response": "tool",
+}
+ROLE_KEYS = ("role", "from", "speaker")
+CONTENT_KEYS = ("content", "value", "text", "message")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
+CALL_ROLES = ("function_call", "tool_call")
+MAX_SHOWN = 60
+
+
+def turn(raw: Any) -> tuple[Message, set[str]]:
+    """Bring one turn of any layout to a `Message`.
+
+    Returns:
+        The message, and the repairs that were needed.
+
+    Raises:
+        UnusableRow: not an object, an unknown role, content that is not text, or a tool call that cannot be read.
+    """
+    if not isinstance(raw, dict):
+        raise UnusableRow("turn is not an object", f"found {shown(raw)}")
+    repairs: set[str] = set()
+    role_name = _role_name(raw)
+    role = ROLES.get(role_name)
+    if role is None:
+        raise UnusableRow("unknown role", f"{role_name!r}; known are {', '.join(sorted(ROLES))}")
+    found = next((raw[key] for key in CONTENT_KEYS if raw.get(key) is not None), None)
+    reasoning = next((raw[key] for key in REASONING_KEYS if raw.get(key) not in (None, "")), None)
+    calls = _raw_calls(raw)
+    if role_name in CALL_ROLES and not calls:
+        calls, found = _calls_in_text(found), None
+    text, part_reasoning, part_calls = _content(found, role, repairs)
+    calls = calls + part_calls
+    if reasoning is None:
+        reasoning = part_reasoning or None
+    if found is None and not calls and reasoning is None:
+        raise UnusableRow("no content", f"a {role} turn has none of {', '.join(CONTENT_KEYS)}")
+    message: Message = {"role": role, "content": clean(text, repairs)}
+    if reasoning is not None and role == "assistant":
+        if not isinstance(reasoning, str):
+            raise UnusableRow("unsupported content", f"reasoning is {shown(reasoning)}, expected text")
+        message["reasoning_content"] = clean(reasoning, repairs)
+    if calls:
+        if role != "assistant":
+            raise UnusableRow("bad tool call", f"a {role} turn cannot call tools")
+        message["tool_calls"] = [tool_call(call, repairs) for call in calls]
+    if role == "tool":
+        for key in ("tool_call_id", "name"):
+            if isinstance(raw.get(key), str):
+                message[key] = clean(raw[key], repairs)
+    return message, repairs
+
+
+def _role_name(raw: dict[str, Any]) -> str:
+    role = next((raw[key] for key in ROLE_KEYS if raw.get(key) is not None), None)
+    if role is None:
+        raise UnusableRow("unknown role", f"a turn has none of {', '.join(ROLE_KEYS)}")
+    if not isinstance(role, str):
+        raise UnusableRow("unknown role", f"found {shown(role)}, expected text")
+    return role.strip().lower()
+
+
+def _content(found: Any, role: str, repairs: set[str]) -> tuple[str, str, list[Any]]:
+    """Text, reasoning and tool calls of a turn's content: text, a number, or a list of parts."""
+    if found is None:
+        return "", "", []
+    if isinstance(found, str):
+        return found, "", []
+    if isinstance(found, (int, float)) and not isinstance(found, bool):
+        repairs.add("number taken as text")
+        return json.dumps(found), "", []
+    if isinstance(found, dict) and role == "tool":
+        repairs.add("tool result written as JSON")
+        return json.dumps(found, ensure_ascii=False), "", []
+    if not isinstance(found, list):
+        raise UnusableRow("unsupported content", f"found {shown(found)}, expected text or a list of parts")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Any] = []
+    for part in found:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, dict):
+            raise UnusableRow("unsupported content", f"found the part {shown(part)}")
+        kind = part.get("type", "text")
+        value = next((part[key] for key in ("text", "content", "value", "thinking", "reasoning") if key in part), None)
+        if kind in ("text", "input_text", "output_text") and isinstance(value, str):
+            texts.append(value)
+        elif kind in ("thinking", "reasoning") and isinstance(value, str):
+            thoughts.append(value)
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(part)
+        else:
+            raise UnusableRow("unsupported content", f"found a part of type {kind!r}; only text can be used")
+    return "".join(texts), "".join(thoughts), calls
+
+
+def _raw_calls(raw: dict[str, Any]) -> list[Any]:
+    calls = raw.get("tool_calls")
+    if calls is None and raw.get("function_call") is not None:
+        calls = [raw["function_call"]]
+    if calls is None or calls == "":
+        return []
+    if isinstance(calls, str):
+        calls = _parsed(calls, "tool_calls")
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise UnusableRow("bad tool call", f"tool_calls is {shown(calls)}, expected a list")
+    return calls
+
+
+def _calls_in_text(found: Any) -> list[Any]:
+    """Calls of a ShareGPT `function_call` turn, whose value is JSON text."""
+    if isinstance(found, str):
+        found = _parsed(found, "the function_call turn")
+    calls = found if isinstance(found, list) else [found]
+    if not calls:
+        raise UnusableRow("bad tool call", "a function_call turn without a call")
+    return calls
+
+
+def tool_call(raw: Any, repairs: set[str]) -> dict[str, Any]:
+    """Bring a tool call to OpenAI's shape, its arguments an object (never JSON text, which would be encoded twice)."""
+    if not isinstance(raw, dict):
+        raise UnusableRow("bad tool call", f"found {shown(raw)}, expected an object")
+    inner = raw.get("function")
+    function: dict[str, Any] = inner if isinstance(inner, dict) else raw
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise UnusableRow("bad tool call", f"no name in {shown(raw)}")
+    arguments = next((function[k] for k in ("arguments", "parameters", "args", "input") if k in function), None)
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"the arguments of {name}") if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise UnusableRow("bad tool call", f"the arguments of {name} are {shown(arguments)}, expected an object")
+    call = {"type": "function", "function": {"name": clean(name, repairs), "arguments": deep_clean(arguments, repairs)}}
+    if isinstance(raw.get("id"), str):
+        call["id"] = clean(raw["id"], repairs)
+    return call
+
+
+def tool_declarations(raw: Any, repairs: set[str]) -> tuple[dict[str, Any], ...]:
+    """Tool declarations of a row: a list or its JSON text; bare functions are wrapped as OpenAI has them."""
+    if isinstance(raw, str):
+        raw = _parsed(raw, "tools") if raw.strip() else None
+    if raw is None:
+        return ()
+    if isinstance(raw, dict):
+        raw = [raw]
+    if not isinstance(raw, list):
+        raise UnusableRow("bad tool declaration", f"tools is {shown(raw)}, expected a list")
+    out = []
+    for item in raw:
+        if not isinstance(item, dict):
+            raise UnusableRow("bad tool declaration", f"found {shown(item)}, expected an object")
+        is_wrapped = isinstance(item.get("function"), dict)
+        wrapped: dict[str, Any] = item if is_wrapped else {"type": "function", "function": item}
+        if not isinstance(wrapped["function"].get("name"), str):
+            raise UnusableRow("bad tool declaration", f"no name in {shown(item)}")
+        out.append(deep_clean(wrapped, repairs))
+    return tuple(out)
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise UnusableRow("bad tool call", f"{what}: not JSON: {shown(text)}") from None
+
+
+def clean(text: str, repairs: set[str]) -> str:
+    """Text that can be written as UTF-8: halves of a surrogate pair are joined, lone ones become U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        repairs.add("lone surrogate replaced")
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def deep_clean(value: Any, repairs: set[str]) -> Any:
+    """`clean` for all text inside a JSON value."""
+    if isinstance(value, str):
+        return clean(value, repairs)
+    if isinstance(value, list):
+        return [deep_clean(item, repairs) for item in value]
+    if isinstance(value, dict):
+        return {clean(str(key), repairs): deep_clean(item, repairs) for key, item in value.items()}
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value for a one-line message."""
+    text = ascii(value) if not isinstance(value, str) else ascii(value[: MAX_SHOWN + 1])
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+# ---- Which layout a record has, and the repairs that bring its turns into an order that chat templates take.
+
+
+TURN_LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "items")
+REPLY_KEYS = ("response", "completion", "output", "answer", "reply")
+SYSTEM_KEYS = ("system", "system_prompt")
+ID_KEYS = ("id", "row_id", "conversation_id", "prompt_id", "question_id", "task_id", "uuid")
+RESERVED = {
+    "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}  # fmt: skip
+"""What `apply_chat_template` takes for itself: a row must not bring its own template along."""
+CALCULATOR = re.compile(r"<<[^<>]*>>")
+"""GSM8K's calculator marks: `<<48/2=24>>24` says 24 twice, and nobody writes that."""
+
+
+@dataclass
+class Draft:
+    """A conversation while it is being put together."""
+
+    messages: list[Message] = field(default_factory=list)
+    tools: tuple[dict[str, Any], ...] = ()
+    template_options: dict[str, Any] = field(default_factory=dict)
+    next_turns: list[str] = field(default_factory=list)
+    repairs: set[str] = field(default_factory=set)
+
+
+def conversation_of(record: dict[str, Any]) -> Draft:
+    """Read the conversation of a record, whatever its layout, and mend it.
+
+    Layouts, the first that fits: a list of turns under one of `TURN_LISTS`; UltraChat's `data` and Spec-Bench's `turns`
+    (lists of text); `prompt` (text, turns, or MT-Bench's list of text), `instruction`/`input` or `question`, each with
+    a reply under one of `REPLY_KEYS` or alone.
+
+    Raises:
+        UnusableRow: no layout fits, or a turn cannot be read.
+    """
+    draft = Draft()
+    raw = _turns(record, draft)
+    for item in raw:
+        message, repairs = turn(item)
+        draft.messages.append(message)
+        draft.repairs |= repairs
+    system = next((record[key] for key in SYSTEM_KEYS if record.get(key) not in (None, "")), None)
+    if isinstance(system, str) and not (draft.messages and draft.messages[0]["role"] == "system"):
+        draft.messages.insert(0, {"role": "system", "content": clean(system, draft.repairs)})
+    declared = next((record[key] for key in ("tools", "functions") if record.get(key) not in (None, "")), None)
+    draft.tools = tool_declarations(declared, draft.repairs)
+    options = record.get("chat_template_kwargs")
+    if options is not None:
+        if not isinstance(options, dict):
+            raise UnusableRow("bad template options", f"chat_template_kwargs is {shown(options)}, expected an object")
+        taken = sorted(RESERVED & set(options))
+        if taken:
+            raise UnusableRow("bad template options", f"chat_template_kwargs cannot set {', '.join(taken)}")
+        draft.template_options = deep_clean({k: v for k, v in options.items() if v is not None}, draft.repairs)
+    draft.messages = mend(draft.messages, draft.repairs)
+    return draft
+
+
+def _turns(record: dict[str, Any], draft: Draft) -> list[Any]:
+    for key in TURN_LISTS:
+        if record.get(key) is not None:
+            return _list_of(record[key], key)
+    for key in ("data", "turns"):
+        found = record.get(key)
+        if isinstance(found, list) and found:
+            if all(isinstance(text, str) for text in found):
+                if key == "turns":
+                    return _prompts(found, draft)
+                roles = ("user", "assistant")
+                return [{"role": roles[i % 2], "content": text} for i, text in enumerate(found)]
+            return found
+    if record.get("prompt") is not None:
+        prompt = record["prompt"]
+        if isinstance(prompt, list) and prompt and all(isinstance(text, str) for text in prompt):
+            return _prompts(prompt, draft)
+        if isinstance(prompt, list):
+            reply: list[Any] = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), list)), [])
+            return [*_list_of(prompt, "prompt"), *reply]
+        if "canonical_solution" in record:  # HumanEval: its solution is code, not a chat reply
+            return [{"role": "user", "content": prompt}]
+        return _exchange(prompt, record)
+    if isinstance(record.get("instruction"), str):
+        given = record.get("input")
+        text = record["instruction"] + (f"\n\n{given}" if isinstance(given, str) and given else "")
+        return _exchange(text, record)
+    if record.get("question") is not None:
+        return _exchange(record["question"], record)
+    found_keys = ", ".join(sorted(map(str, record))[:8])
+    hint = "; for text that is rendered already use --mode text" if "text" in record else ""
+    raise UnusableRow("no conversation", f"found the columns {found_keys!a}, expected messages or prompt{hint}")
+
+
+def _list_of(found: Any, key: str) -> list[Any]:
+    if isinstance(found, str) and found.lstrip().startswith("["):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            raise UnusableRow("no conversation", f"{key} is text that is not JSON: {shown(found)}") from None
+    if not isinstance(found, list):
+        raise UnusableRow("no conversation", f"{key} is {shown(found)}, expected a list of turns")
+    if not found:
+        raise UnusableRow("no conversation", f"{key} is empty")
+    return found
+
+
+def _prompts(texts: list[str], draft: Draft) -> list[Any]:
+    draft.next_turns = [clean(text, draft.repairs) for text in texts[1:]]
+    return [{"role": "user", "content": texts[0]}]
+
+
+def _exchange(prompt: Any, record: dict[str, Any]) -> list[Any]:
+    reply = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), str)), None)
+    turns = [{"role": "user", "content": prompt}]
+    if reply is not None:
+        turns.append({"role": "assistant", "content": CALCULATOR.sub("", reply)})
+    return turns
+
+
+def mend(messages: list[Message], repairs: set[str]) -> list[Message]:
+    """Put turns into an order that chat templates take, noting each repair.
+
+    - Replies and tool results before the first user turn are dropped (ShareGPT's splits begin in mid-conversation).
+    - Neighbouring turns of one speaker are merged with an empty line between them; tool results are not (parallel
+      calls), nor is a reply behind a tool call.
+    - An empty reply (no text, reasoning or call) ends the conversation, which is then a prompt.
+
+    Raises:
+        UnusableRow: there is no user turn.
+
+    Example:
+        user a, user b, assistant c gives user "a\\n\\nb", assistant c; assistant x, user a, assistant b drops x.
+    """
+    out: list[Message] = []
+    seen_user = False
+    for message in messages:
+        role = message["role"]
+        if role == "user":
+            seen_user = True
+        elif role != "system" and not seen_user:
+            repairs.add("turns before the first user turn dropped")
+            continue
+        if role == "assistant" and is_empty(message):
+            repairs.add("cut at an empty reply")
+            break
+        last = out[-1] if out else None
+        if last is not None and last["role"] == role and role != "tool" and "tool_calls" not in last:
+            repairs.add(f"neighbouring {role} turns merged")
+            out[-1] = _merged(last, message)
+        else:
+            out.append(message)
+    if not seen_user:
+        raise UnusableRow("no user turn", "nobody asks anything")
+    return out
+
+
+def is_empty(message: Message) -> bool:
+    """Whether a reply says, thinks and calls nothing."""
+    return not message["content"].strip() and not message.get("reasoning_content") and not message.get("tool_calls")
+
+
+def _merged(first: Message, second: Message) -> Message:
+    merged = {**first, **second}
+    for key in ("content", "reasoning_content"):
+        parts = [message[key] for message in (first, second) if message.get(key)]
+        if parts or key == "content":
+            merged[key] = "\n\n".join(parts)
+    return merged
+
+
+def given_id(record: dict[str, Any]) -> str | None:
+    """The row's own id, if it has a usable one: text or an integer, made safe for file names and one-line messages."""
+    for key in ID_KEYS:
+        value = record.get(key)
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            continue
+        return re.sub(r"[^\w.:#@+=/-]", "_", str(value), flags=re.ASCII)[:80]
+    return None
+
+
+# ---- Rows that come with token ids and loss mask: what must hold of them before anything is cut.
+
+
+@dataclass(frozen=True)
+class ReadyFields:
+    """The token columns of such a row, checked."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    next_is_supervised: bool
+    tail_length: int
+    messages: tuple[Message, ...]
+
+
+def ready_fields(record: dict[str, Any]) -> ReadyFields:
+    """Read `input_ids`, `loss_mask` and, where given, `tail_length`, `next_is_supervised` and `messages`.
+
+    Raises:
+        UnusableRow: lengths differ, a value is no id or no 0/1, or a tail that is supervised or as long as the row.
+    """
+    ids = _integers(record["input_ids"], "input_ids")
+    if "loss_mask" not in record:
+        raise UnusableRow("bad token row", "input_ids without loss_mask")
+    mask = _integers(record["loss_mask"], "loss_mask")
+    if not ids:
+        raise UnusableRow("bad token row", "input_ids is empty")
+    if len(ids) != len(mask):
+        raise UnusableRow("bad token row", f"{len(ids)} input_ids, but {len(mask)} values in loss_mask")
+    odd = next((value for value in mask if value not in (0, 1)), None)
+    if odd is not None:
+        raise UnusableRow("bad token row", f"loss_mask holds {odd}, expected 0 and 1 only")
+    tail = record.get("tail_length") or 0
+    if isinstance(tail, bool) or not isinstance(tail, int) or not 0 <= tail < len(ids):
+        raise UnusableRow("bad token row", f"tail_length is {shown(tail)}, expected 0 to {len(ids) - 1}")
+    if tail and any(mask[-tail:]):
+        raise UnusableRow("bad token row", f"the last {tail} tokens are a tail, but loss_mask is 1 there")
+    if tail and not mask[-tail - 1]:
+        raise UnusableRow("bad token row", f"the last {tail} tokens are a tail, but no reply ends before them")
+    follows = record.get("next_is_supervised") or False
+    if not isinstance(follows, bool):
+        raise UnusableRow("bad token row", f"next_is_supervised is {shown(follows)}, expected true or false")
+    if follows and (tail or not mask[-1]):
+        raise UnusableRow("bad token row", "next_is_supervised, but the row does not end inside a reply")
+    return ReadyFields(ids, mask, follows, tail, _messages(record.get("messages")))
+
+
+def _integers(values: Any, what: str) -> list[int]:
+    if not isinstance(values, list):
+        raise UnusableRow("bad token row", f"{what} is {shown(values)}, expected a list of integers")
+    for value in values:
+        if type(value) is not int and type(value) is not bool:
+            raise UnusableRow("bad token row", f"{what} holds {shown(value)}, expected integers")
+    return [int(value) for value in values]
+
+
+def _messages(raw: Any) -> tuple[Message, ...]:
+    if not isinstance(raw, list):
+        return ()
+    try:
+        return tuple(turn(item)[0] for item in raw)
+    except UnusableRow:
+        return ()  # informative only

@@ -1,0 +1,498 @@
+"""Data files on this machine, row by row: JSON lines, JSON arrays, Parquet, gzipped or not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from peagle.data.formats import clean, conversation_of, given_id, ready_fields, shown
+from peagle.data.records import Conversation, ReadyRow, Rejected, RowIds, TextRow, UnusableRow
+from peagle.errors import DataError
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz")
+Numbered = tuple[int, "dict[str, Any] | UnusableRow"]
+"""Line (or row) number from 1, and the record or what is wrong with it."""
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether the name ends as a data file's does."""
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def read_file(path: Path) -> Iterator[Numbered]:
+    """Yield the rows of a data file one by one, so that one odd row (or a field that changes type) harms no other.
+
+    Raises:
+        DataError: the file cannot be read at all: missing, empty, of another kind, or a JSON array that breaks off.
+    """
+    name = path.name.lower()
+    if not name.endswith(SUFFIXES):
+        raise DataError(f"{path}: unknown kind of file; expected one of {', '.join(SUFFIXES)}")
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{path}: the file is empty")
+        if name.endswith(".parquet"):
+            yield from _read_parquet(path)
+        elif name.endswith((".json", ".json.gz")):
+            yield from _read_json(path)
+        else:
+            with _open(path) as handle:
+                yield from _lines(handle)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _open(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else open(path, "rb")
+
+
+def _lines(handle: Any) -> Iterator[Numbered]:
+    """JSON lines, split at line feeds only: U+2028 and lone carriage returns are text."""
+    for number, raw in enumerate(handle, start=1):
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+        if raw.strip():
+            yield number, record_of(raw)
+
+
+def record_of(raw: bytes) -> dict[str, Any] | UnusableRow:
+    """Parse one JSON line."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return UnusableRow("not UTF-8", f"byte {error.start} is {raw[error.start]:#x}")
+    try:
+        return _object(json.loads(text))
+    except RecursionError:
+        return UnusableRow("broken JSON", "nested too deeply")
+    except ValueError as error:
+        return UnusableRow("broken JSON", str(error).split(": line")[0])
+
+
+def _object(value: Any) -> dict[str, Any] | UnusableRow:
+    if isinstance(value, dict):
+        return value
+    return UnusableRow("not an object", f"found a {type(value).__name__}, expected an object")
+
+
+def _read_json(path: Path) -> Iterator[Numbered]:
+    """A JSON array of objects, one object that holds such an array, one row alone, or JSON lines under this name."""
+    with _open(path) as handle:
+        raw = handle.read()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not UTF-8: byte {error.start} is {raw[error.start]:#x}; save the file as UTF-8"
+        ) from None
+    start = len(text) - len(text.lstrip())
+    if start == len(text):
+        raise DataError(f"{path}: the file is empty")
+    if text[start] == "[":
+        yield from _array(path, text, start)
+        return
+    try:
+        whole = json.loads(text)
+    except RecursionError:
+        raise DataError(f"{path}: nested too deeply") from None
+    except ValueError:
+        yield from _lines(raw.splitlines(keepends=True) if b"\n" not in raw else raw.split(b"\n"))
+        return
+    rows = None
+    if isinstance(whole, dict):
+        rows = next((whole[k] for k in ("data", "rows", "train", "instances") if _is_table(whole.get(k))), None)
+    for number, row in enumerate([whole] if rows is None else rows, start=1):
+        yield number, _object(row)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _array(path: Path, text: str, start: int) -> Iterator[Numbered]:
+    """The elements of a JSON array with the line each begins at; a broken array is refused, not half read."""
+    decoder = json.JSONDecoder()
+    place, line, counted = start + 1, 1 + text.count("\n", 0, start), start
+    first = True
+    while True:
+        place = _skip_space(text, place)
+        if place < len(text) and text[place] == "]":
+            return
+        if not first:
+            if place >= len(text) or text[place] != ",":
+                raise DataError(_broken(path, text, place, "expected , or ]"))
+            place = _skip_space(text, place + 1)
+        line += text.count("\n", counted, place)
+        counted = place
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except RecursionError:
+            raise DataError(_broken(path, text, place, "nested too deeply")) from None
+        except ValueError as error:
+            raise DataError(
+                _broken(path, text, getattr(error, "pos", place), getattr(error, "msg", str(error)))
+            ) from None
+        first = False
+        yield line, _object(value)
+
+
+def _skip_space(text: str, place: int) -> int:
+    while place < len(text) and text[place] in " \t\r\n":
+        place += 1
+    return place
+
+
+def _broken(path: Path, text: str, place: int, what: str) -> str:
+    line = 1 + text.count("\n", 0, place)
+    return f"{path}:{line}: the JSON array breaks off here ({what}); the rows behind it cannot be read. Mend the file."
+
+
+def _read_parquet(path: Path) -> Iterator[Numbered]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in table.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, without_nulls(row)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out null fields: a columnar file gives each struct the fields of all others, empty."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def guess_rows(path: Path) -> int:
+    """About how many rows a file has, quickly: its lines, a Parquet footer's count, or the columns an array names."""
+    name = path.name.lower()
+    try:
+        if name.endswith(".parquet"):
+            import pyarrow.parquet
+
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+        if name.endswith(".gz"):
+            return path.stat().st_size // 1000
+        marks = (b"\n",) if not name.endswith(".json") else (b'"conversations"', b'"messages"', b'"prompt"')
+        counts = dict.fromkeys(marks, 0)
+        with open(path, "rb") as handle:
+            while block := handle.read(1 << 20):
+                for mark in marks:
+                    counts[mark] += block.count(mark)
+        return max(counts.values())
+    except (OSError, ValueError):  # the reader will say what is wrong
+        return 0
+
+
+# ---- Data sets by name: where the field's training and evaluation sets live on the Hugging Face hub.
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """One named data set. Its rows go through the same normaliser as local files."""
+
+    hub_id: str
+    config: str | None
+    split: str
+    parts: tuple[str, ...]
+    """Files that are read as data sets of their own (`NAME.jsonl`), each a row in the evaluation table."""
+
+
+BENCHMARK_PARTS = (
+    "HumanEval",
+    "math_reasoning",
+    "qa",
+    "question",
+    "rag",
+    "summarization",
+    "tool_call",
+    "translation",
+    "writing",
+)
+"""The nine kinds of the published acceptance table; each file has a `prompt` column."""
+
+SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+
+HUB_SETS: dict[str, HubSet] = {
+    "sharegpt": HubSet("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", ()),
+    "ultrachat": HubSet("HuggingFaceH4/ultrachat_200k", None, "train_sft", ()),
+    "gsm8k": HubSet("openai/gsm8k", "main", "train", ()),
+    "humaneval": HubSet("openai/openai_humaneval", None, "test", ()),
+    "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", ()),
+    "spec-bench": HubSet(SPEC_BENCH_URL, None, "train", ()),
+    "speculator-benchmarks": HubSet("RedHatAI/speculator_benchmarks", None, "train", BENCHMARK_PARTS),
+}
+ALIASES = {
+    "mt_bench": "mt-bench",
+    "spec_bench": "spec-bench",
+    "specbench": "spec-bench",
+    "speculator_benchmarks": "speculator-benchmarks",
+    "openai/gsm8k": "gsm8k",
+    "openai/openai_humaneval": "humaneval",
+    "redhatai/speculator_benchmarks": "speculator-benchmarks",
+    "huggingfaceh4/ultrachat_200k": "ultrachat",
+    "huggingfaceh4/mt_bench_prompts": "mt-bench",
+    "aeala/sharegpt_vicuna_unfiltered": "sharegpt",
+}
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class HubPart:
+    """What one call of `datasets.load_dataset` loads."""
+
+    source: str
+    hub_id: str
+    config: str | None
+    split: str
+    file: str | None
+
+
+def hub_parts(name: str) -> list[HubPart] | None:
+    """The parts of `sharegpt`, `gsm8k:test`, `speculator-benchmarks:qa`, `hf:org/set` or `org/set:split`; else None.
+
+    Raises:
+        DataError: a named set has no such part.
+    """
+    wanted, _, choice = name.removeprefix("hf:").partition(":")
+    key = ALIASES.get(wanted.lower(), wanted.lower())
+    known = HUB_SETS.get(key)
+    if known is None:
+        if not HUB_ID.fullmatch(wanted):
+            return None
+        return [HubPart(wanted.split("/")[1], wanted, None, choice or "train", None)]
+    if not known.parts:
+        return [HubPart(key, known.hub_id, known.config, choice or known.split, None)]
+    if choice and choice not in known.parts:
+        raise DataError(f"--data {name}: no part {choice!r}; {wanted} has {', '.join(known.parts)}")
+    chosen = (choice,) if choice else known.parts
+    return [HubPart(part, known.hub_id, known.config, known.split, f"{part}.jsonl") for part in chosen]
+
+
+def read_hub(part: HubPart) -> Iterator[Numbered]:
+    """Yield the rows of a hub data set; a local folder of the same name stands in for the hub.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    import datasets
+
+    try:
+        if part.hub_id.startswith("https://"):
+            table = datasets.load_dataset("json", data_files=part.hub_id, split=part.split)
+        elif part.file is not None:
+            table = datasets.load_dataset(part.hub_id, data_files={part.split: part.file}, split=part.split)
+        else:
+            table = datasets.load_dataset(part.hub_id, part.config, split=part.split)
+    except Exception as error:  # the hub client raises dozens of kinds: no network, no such set, no such split
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"--data {part.hub_id}: cannot be loaded from the hub ({type(error).__name__}: {reason[:200]}). "
+            "Check the name and the network, or give a downloaded .jsonl or .parquet file."
+        ) from None
+    yield from rows_of(table)
+
+
+def rows_of(table: Any) -> Iterator[Numbered]:
+    """The rows of a `datasets.Dataset`, numbered from 1, null fields left out."""
+    for number, row in enumerate(table, start=1):
+        yield number, without_nulls(row)
+
+
+# ---- From what `--data` names to rows of one shape: files, folders and hub sets, read in a fixed order.
+
+
+logger = logging.getLogger(__name__)
+_SHOWN = 5
+Mode = Literal["chat", "text"]
+Row = Conversation | TextRow | ReadyRow
+SPLIT_NAMES = ("train", "test", "validation", "valid", "dev", "data")
+"""File names that say nothing: `gsm8k/test.jsonl` is the source gsm8k."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file or hub split: what it is called, and how to read it."""
+
+    source: str
+    origin: str
+    read: Callable[[], Iterator[Numbered]]
+    path: Path | None
+    """The file, if it is one on this machine."""
+
+
+def read_conversations(specs: Sequence[str], max_samples: int | None) -> Iterator[Conversation | Rejected]:
+    """Yield the conversations (and prompts) of data files and hub sets, and a `Rejected` for each unusable row.
+
+    Args:
+        specs: what `--data` takes: a .json, .jsonl or .parquet file, a folder of such files or one written by
+            `datasets`, a hub name (`sharegpt`, `gsm8k:test`, `org/set:split`), each optionally as `NAME=...` to name
+            its rows' source.
+        max_samples: read at most so many rows, taken from the files in turn; None reads all.
+
+    Raises:
+        DataError: nothing of that name, or a file that cannot be read at all.
+    """
+    for row in read_rows(specs, max_samples, "chat"):
+        if isinstance(row, (Conversation, Rejected)):
+            yield row
+        elif isinstance(row, ReadyRow):
+            detail = "input_ids are there already; regenerate needs messages or prompts"
+            yield Rejected(row.source, row.origin, row.line, row.row_id, "tokenized already", detail)
+
+
+def read_rows(specs: Sequence[str], max_samples: int | None, mode: Mode) -> Iterator[Row | Rejected]:
+    """Like `read_conversations`, with token rows (and in text mode, rendered text) too."""
+    yield from read_parts([part for spec in specs for part in parts_of(spec)], max_samples, mode)
+
+
+def read_parts(parts: Sequence[Part], max_samples: int | None, mode: Mode) -> Iterator[Row | Rejected]:
+    """Like `read_rows`, from parts that were looked up before."""
+    row_ids = RowIds()
+    for part, line, record in _in_order(parts, max_samples):
+        source, own_id = part.source, None
+        try:
+            if isinstance(record, UnusableRow):
+                raise record
+            source, own_id = _source(record, part), given_id(record)
+            yield _row(record, mode, source, own_id, part.origin, line, row_ids)
+        except UnusableRow as problem:
+            yield Rejected(source, part.origin, line, own_id, problem.reason, problem.detail)
+        except RecursionError:
+            yield Rejected(source, part.origin, line, own_id, "broken JSON", "nested too deeply")
+
+
+def parts_of(spec: str) -> list[Part]:
+    """What one `--data` names, in a fixed order.
+
+    Raises:
+        DataError: no file, folder or data set of that name.
+    """
+    name, path = None, Path(spec)
+    if not path.exists() and "=" in spec:
+        name, _, rest = spec.partition("=")
+        spec, path = rest, Path(rest)
+    if not spec.strip():
+        raise DataError("--data names nothing; expected a file, a folder or a data set")
+    if path.is_dir():
+        return _folder_parts(path, name)
+    if path.exists():
+        if not path.is_file():  # a pipe would be empty after its first reading, and data are read twice
+            raise DataError(f"--data {path}: not a regular file; write the data into one")
+        return [_file_part(path, name)]
+    if spec.lower().endswith(SUFFIXES) or spec.startswith((".", "/", "~")):
+        raise DataError(f"--data {spec}: no such file")
+    parts = hub_parts(spec)
+    if parts is None:
+        known = ", ".join(sorted(HUB_SETS))
+        raise DataError(f"--data {spec}: neither a file, nor a folder, nor a data set; known names are {known}")
+    return [Part(name or part.source, spec, lambda part=part: read_hub(part), None) for part in parts]
+
+
+def _file_part(path: Path, name: str | None) -> Part:
+    stem = path.name[: -len(next(suffix for suffix in (*SUFFIXES, "") if path.name.lower().endswith(suffix))) or None]
+    if name is None and stem.lower() in SPLIT_NAMES:
+        stem = path.resolve().parent.name or stem
+    return Part(name or stem, str(path), lambda: read_file(path), path)
+
+
+def _folder_parts(path: Path, name: str | None) -> list[Part]:
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        import datasets
+
+        try:
+            table: Any = datasets.load_from_disk(str(path))
+        except Exception as error:
+            raise DataError(f"--data {path}: not readable by `datasets` ({str(error).splitlines()[0]})") from None
+        if isinstance(table, datasets.DatasetDict):
+            raise DataError(
+                f"--data {path}: has the splits {', '.join(table)}; name one, as {path}/{next(iter(table))}"
+            )
+        return [Part(name or path.name, str(path), lambda: rows_of(table), None)]
+    inside = sorted(file for file in path.iterdir() if not file.name.startswith("."))
+    files = [file for file in inside if file.is_file() and is_data_file(file)]
+    if not files:
+        raise DataError(f"--data {path}: the folder has no {', '.join(SUFFIXES)} file")
+    passed = [file.name for file in inside if file not in files]
+    if passed:
+        more = ", ..." if len(passed) > _SHOWN else ""
+        logger.info("--data %s: read %d files, passed over %d others: %s%s", path, len(files), len(passed),
+                    ", ".join(passed[:_SHOWN]), more)  # fmt: skip
+    return [_file_part(file, name) for file in files]
+
+
+def _in_order(parts: Sequence[Part], limit: int | None) -> Iterator[tuple[Part, int, dict[str, Any] | UnusableRow]]:
+    """All rows part by part; with a limit, one row of each part in turn, so that no part is left out."""
+    if limit is None:
+        for part in parts:
+            for line, record in part.read():
+                yield part, line, record
+        return
+    open_parts = [(part, part.read()) for part in parts]
+    taken = 0
+    while open_parts:
+        still_open = []
+        for part, rows in open_parts:
+            if taken == limit:
+                return
+            found = next(rows, None)
+            if found is not None:
+                taken += 1
+                yield part, *found
+                still_open.append((part, rows))
+        open_parts = still_open
+
+
+def _source(record: dict[str, Any], part: Part) -> str:
+    """A row's own `source`; the `category` of an evaluation prompt; else the part's name."""
+    named = record.get("source")
+    if not isinstance(named, str) and any(isinstance(record.get(key), list) for key in ("turns", "prompt")):
+        named = record.get("category")
+    if isinstance(named, str) and named.strip():
+        return clean(" ".join(named.split()), set())[:80]
+    return part.source
+
+
+def _row(
+    record: dict[str, Any], mode: Mode, source: str, own_id: str | None, origin: str, line: int, row_ids: RowIds
+) -> Row:
+    if "input_ids" in record:
+        ready = ready_fields(record)
+        row_id = row_ids.unique(own_id) if own_id else row_ids.of_content(None, ready.input_ids)
+        return ReadyRow(row_id, source, origin, line, **vars(ready))
+    if mode == "text":
+        text = record.get("text")
+        if not isinstance(text, str):
+            found = "no column `text`" if "text" not in record else f"text is {shown(text)}"
+            raise UnusableRow("no text", f"{found}; --mode text reads rendered text, --mode chat reads conversations")
+        repairs: set[str] = set()
+        text = clean(text, repairs)
+        return TextRow(row_ids.of_content(own_id, text), source, origin, line, text, tuple(sorted(repairs)))
+    draft = conversation_of(record)
+    content = [draft.messages, draft.tools, draft.template_options, draft.next_turns]
+    return Conversation(
+        row_ids.of_content(own_id, content),
+        source,
+        origin,
+        line,
+        tuple(draft.messages),
+        draft.tools,
+        draft.template_options,
+        tuple(draft.next_turns),
+        tuple(sorted(draft.repairs)),
+    )

@@ -1,0 +1,220 @@
+"""Tokens per second with the drafter beside plain decoding, and the proof that the answers are the same.
+
+Three contestants (the engine with its drafter, the engine without, Transformers' `generate`) take turns on the same
+prompts in the same batches on the same threads, each first as often as the others, after a warm-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from peagle import log
+from peagle.engine import Answer, Engine, Laps, Request, Sampling
+
+TIE_GAP = 1e-4
+"""Two logits closer than this are a tie: a pass over several tokens may round it another way than one over a single."""
+_WARM_UP_TOKENS = 8
+_LAP_BATCHES = 2
+_HALF_ROUNDING = {torch.bfloat16: 0.02, torch.float16: 0.003}
+"""Two to three units in the last place of the largest logit."""
+
+
+def within_rounding(gap: float, largest: float, dtype: torch.dtype) -> bool:
+    """Whether a half-precision network cannot tell two logits apart, of which one is the largest. Never in float32."""
+    return abs(gap) <= _HALF_ROUNDING.get(dtype, 0.0) * abs(largest)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An answer that is not the verifier's own."""
+
+    index: int
+    position: int
+    """In the answer."""
+    token: int
+    """Ours; -1 where our answer has ended."""
+    own_token: int
+    """The verifier's; -1 where its answer has ended."""
+    gap: float
+    """The verifier's logit of its own token minus that of ours, from one plain pass."""
+    largest: float
+    """The largest logit there."""
+    dtype: torch.dtype
+    """In which the verifier computes."""
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the two tokens are level: the one excuse that counts."""
+        return abs(self.gap) < TIE_GAP
+
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether a half-precision verifier cannot tell the two apart; it then differs from itself as well, from one
+        batch or pass length to another. Never so in float32."""
+        return self.is_tie or within_rounding(self.gap, self.largest, self.dtype)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What was measured over the compared prompts."""
+
+    answers: list[Answer]
+    """The drafting engine's, in order."""
+    own_ids: list[list[int]]
+    """Transformers' own answers."""
+    plain_ids: list[list[int]]
+    """Of the engine without a drafter."""
+    seconds: dict[str, float]
+    """By contestant: "drafter", "engine", "transformers"."""
+    laps: Laps
+
+    def tokens_per_s(self, name: str) -> float | None:
+        """Generated tokens of a contestant over its seconds, prefill included."""
+        ids = {
+            "drafter": [answer.ids for answer in self.answers],
+            "engine": self.plain_ids,
+            "transformers": self.own_ids,
+        }
+        tokens = sum(map(len, ids[name]))
+        return tokens / self.seconds[name] if self.seconds[name] > 0 and tokens else None
+
+
+def contest(
+    drafting: Engine, plain: Engine, own: TransformersBaseline, requests: Sequence[Request], batch_size: int
+) -> Contest:
+    """Let the three answer the same prompts in turns.
+
+    Args:
+        drafting, plain, own: the contestants.
+        requests: the prompts.
+        batch_size: prompts per turn.
+    """
+    runs: dict[str, Callable[[Sequence[Request]], list[Any]]] = {
+        "drafter": lambda batch: drafting.generate(batch),
+        "engine": lambda batch: [answer.ids for answer in plain.generate(batch)],
+        "transformers": own.generate,
+    }
+    warm_up = [
+        Request(request.prompt_ids, min(request.max_new_tokens, _WARM_UP_TOKENS)) for request in requests[:batch_size]
+    ]
+    for run in runs.values():
+        if warm_up:
+            run(warm_up)
+    seconds = dict.fromkeys(runs, 0.0)
+    found: dict[str, list[Any]] = {name: [] for name in runs}
+    names = list(runs)
+    batches = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
+    with log.progress("compare with plain decoding", len(requests), "prompts") as meter:
+        for turn, batch in enumerate(batches):
+            for name in names[turn % 3 :] + names[: turn % 3]:
+                began_s = _now_s()
+                found[name] += runs[name](batch)
+                seconds[name] += _now_s() - began_s
+            meter.advance(len(batch))
+    laps = Laps()
+    for batch in batches[:_LAP_BATCHES]:
+        drafting.generate(batch, None, laps)
+    return Contest(found["drafter"], found["transformers"], found["engine"], seconds, laps)
+
+
+def differences(
+    model: Any, requests: Sequence[Request], ids: Sequence[list[int]], own_ids: Sequence[list[int]]
+) -> list[Difference]:
+    """Compare greedy answers with the verifier's own, and show the logit gap wherever one differs."""
+    found = []
+    for index, (request, ours, own) in enumerate(zip(requests, ids, own_ids)):
+        place = next((i for i, (a, b) in enumerate(zip(ours, own)) if a != b), None)
+        if place is None and len(ours) != len(own):
+            place = min(len(ours), len(own))
+        if place is None:
+            continue
+        token = ours[place] if place < len(ours) else -1
+        own_token = own[place] if place < len(own) else -1
+        logits = next_logits(model, [*request.prompt_ids, *own[:place]])
+        is_shorter = token < 0 or own_token < 0
+        gap = float("inf") if is_shorter else float(logits[own_token] - logits[token])
+        found.append(Difference(index, place, token, own_token, gap, float(logits.max()), model.dtype))
+    return found
+
+
+def next_logits(model: Any, ids: list[int]) -> Tensor:
+    """The verifier's logits of the token after `ids`, from one pass without a cache, [vocab_size]."""
+    with torch.inference_mode():
+        output = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=1)
+    return output.logits[0, -1].float()
+
+
+def _now_s() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# ---- Plain decoding to compare with: Transformers' own cached `generate`, without a model's generation defaults.
+
+
+class TransformersBaseline:
+    """Answers by `model.generate`, prompts padded on the left.
+
+    Args:
+        model: the verifier.
+        eos_token_ids: tokens that end an answer.
+        sampling: as the engine's.
+    """
+
+    def __init__(self, model: PreTrainedModel, eos_token_ids: Sequence[int], sampling: Sampling) -> None:
+        self._model: Any = model
+        self._eos, self._sampling = list(eos_token_ids), sampling
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Ids of each answer, an end-of-sequence token included; the requests run as one batch."""
+        device = self._model.device
+        width = max(len(request.prompt_ids) for request in requests)
+        pad = self._eos[0] if self._eos else 0
+        ids = torch.full((len(requests), width), pad)
+        seen = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt_ids) :] = torch.tensor(list(request.prompt_ids))
+            seen[row, width - len(request.prompt_ids) :] = 1
+        settings: dict[str, Any] = {"do_sample": False}
+        if not self._sampling.is_greedy:
+            settings = {
+                "do_sample": True,
+                "temperature": self._sampling.temperature,
+                "top_p": self._sampling.top_p,
+                "top_k": 0,
+            }
+        config = GenerationConfig(
+            max_new_tokens=max(request.max_new_tokens for request in requests),
+            eos_token_id=self._eos or None,
+            pad_token_id=pad,
+            use_cache=True,
+            **settings,
+        )
+        with torch.inference_mode(), _no_defaults(self._model):
+            out = self._model.generate(ids.to(device), attention_mask=seen.to(device), generation_config=config)
+        lines = out[:, width:].tolist()
+        return [self._cut(line[: request.max_new_tokens]) for line, request in zip(lines, requests)]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        end = next((place for place, token in enumerate(ids) if token in self._eos), len(ids) - 1)
+        return ids[: end + 1]
+
+
+@contextmanager
+def _no_defaults(model: Any) -> Iterator[None]:
+    """A model's generation_config (a repetition penalty, top-k ...) fills what ours leaves open: take it away."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept

@@ -1,0 +1,344 @@
+"""`--mode replay`, and the check of `--mode both` that replay and decoding count alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from peagle import log
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.engine import Answer, Engine, Request, Sampling
+from peagle.errors import DataError, StoreError
+from peagle.evaluate.compare import TIE_GAP, within_rounding
+from peagle.evaluate.config import EvaluateConfig
+from peagle.evaluate.prompts import Item
+from peagle.evaluate.replay import Recorded, Replayed, replay
+from peagle.hidden_states.batch import StoredRow
+from peagle.hidden_states.store import StoreReader
+from peagle.verifier.local import TransformersVerifier
+from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.weights import VerifierHead, load_head
+
+logger = logging.getLogger(__name__)
+_TAIL_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether replay and decoding count alike."""
+
+    equal: bool | None
+    num_answers: int
+    num_passes: int
+    found: list[Disagreement]
+
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether they count alike but for what half precision cannot tell apart."""
+        return all(one.is_within_rounding for one in self.found)
+
+
+def replay_recorded(
+    config: EvaluateConfig,
+    facts: VerifierFacts,
+    drafter: Drafter,
+    items: Sequence[Item],
+    depth: int,
+    sampling: Sampling,
+) -> tuple[list[tuple[Recorded, Replayed]], list[str]]:
+    """Replay the answers on record.
+
+    Returns:
+        The answers with what came of each, and notes.
+
+    Raises:
+        DataError: the items have no answers on record.
+        StoreError: the store does not fit the drafter or the rows.
+    """
+    items = [item for item in items if item.recorded_ids is not None]
+    if not items:
+        raise DataError(
+            "--mode replay needs answers on record: rows of `peagle regenerate` (with --tail-tokens) in --data, or "
+            "prepared rows in --data-path"
+        )
+    weight = drafter.fc.weight
+    head = load_head(facts).to(weight.device, weight.dtype)
+    off_policy = OffPolicy(dtype=weight.dtype)
+    source: Iterable[Recorded]
+    if config.hidden_states_path is not None:
+        reader = open_store(config.hidden_states_path, drafter.config)
+        source = from_store(reader, items, head, sampling.is_greedy, off_policy)
+    else:
+        verifier = TransformersVerifier(facts, weight.dtype, weight.device)
+        source = on_the_spot(verifier, drafter.config.aux_layer_ids, items, head, sampling.is_greedy, off_policy)
+    found = []
+    with log.progress("replay", len(items), "answers") as meter:
+        for recorded in source:
+            found.append((_without_states(recorded), replay(drafter, head, recorded, depth, sampling)))
+            meter.advance(1)
+    return found, _notes(off_policy, [one for _, one in found], depth)
+
+
+def replay_decoded(
+    verifier: TransformersVerifier,
+    drafter: Drafter,
+    store: StoreReader | None,
+    items: Sequence[Item],
+    answers: Sequence[Answer],
+    depth: int,
+    sampling: Sampling,
+) -> Agreement:
+    """Replay what was decoded, greedily, and compare pass by pass.
+
+    Args:
+        verifier, drafter: the pair.
+        store: stored states of the items' rows; used where the decoded answer is the recorded one. None: the verifier
+            computes all states anew.
+        items, answers: what was decoded.
+        depth: drafted tokens per pass.
+        sampling: greedy.
+    """
+    stored = [
+        place
+        for place, (item, answer) in enumerate(zip(items, answers))
+        if store is not None and item.recorded_ids == answer.ids and len(item.tail_ids) >= depth - 1
+    ]
+    fresh = sorted(set(range(len(items))) - set(stored))
+    tailed = with_tails([items[i] for i in fresh], [answers[i] for i in fresh], verifier, depth, _TAIL_BATCH)
+    layers = drafter.config.aux_layer_ids
+    sources: list[tuple[list[int], Iterable[Recorded]]] = [
+        (fresh, on_the_spot(verifier, layers, tailed, None, True, OffPolicy()))
+    ]
+    if store is not None and stored:
+        head = load_head(verifier.facts).to(verifier.device, verifier.dtype)
+        sources.append((stored, from_store(store, [items[i] for i in stored], head, True, OffPolicy())))
+    found: list[Disagreement] = []
+    num_passes = 0
+    with log.progress("replay what was decoded", len(items), "answers") as meter:
+        for places, records in sources:
+            for place, recorded in zip(places, records):
+                replayed = replay(drafter, None, recorded, depth, sampling)
+                num_passes += len(replayed.passes)
+                differing = disagreement(recorded, replayed, answers[place], drafter.fc.weight.dtype)
+                if differing is not None:
+                    found.append(differing)
+                meter.advance(1)
+    return Agreement(is_equal(found, len(items)), len(items), num_passes, found)
+
+
+def _without_states(recorded: Recorded) -> Recorded:
+    """Only what counting needs: the states of thousands of answers are not kept."""
+    nothing = recorded.aux_states[:0].clone()
+    return Recorded(recorded.row_id, recorded.source, recorded.ids, recorded.start, recorded.end, nothing, None, None)
+
+
+def _notes(off_policy: OffPolicy, replayed: Sequence[Replayed], depth: int) -> list[str]:
+    notes = [] if off_policy.note is None else [off_policy.note]
+    unjudged = sum(one.num_unjudged for one in replayed)
+    if unjudged:
+        notes.append(
+            f"{unjudged} passes are left out, because their drafts run past the recorded answer's end: regenerate with "
+            f"--tail-tokens {depth} to count them"
+        )
+    return notes
+
+
+# ---- Answers with their states, for replay: from the store, or from the verifier on the spot.
+
+
+_ROWS_AT_ONCE = 16
+_CHOICES_AT_ONCE = 256
+
+
+@dataclass
+class OffPolicy:
+    """Recorded tokens that are not the verifier's own greedy choice: decoding would not have written them."""
+
+    tokens: int = 0
+    judged: int = 0
+    dtype: torch.dtype = torch.float32
+    """In which the verifier's choice was computed."""
+
+    @property
+    def note(self) -> str | None:
+        """A warning where it matters."""
+        if self.tokens <= self.judged // 1000:
+            return None
+        found = f"{self.tokens} of {self.judged} recorded tokens are not the verifier's own greedy choice"
+        if self.dtype != torch.float32 and self.tokens <= self.judged // 50:
+            name = str(self.dtype).removeprefix("torch.")
+            return (
+                f"{found}; so few are the rounding of {name}. Exact: --dtype float32, at `peagle regenerate` and here"
+            )
+        return (
+            f"{found}: replay then only estimates acceptance. Let the verifier write the answers (`peagle regenerate`, "
+            "temperature 0)"
+        )
+
+
+def open_store(folder: Path, drafter: DrafterConfig) -> StoreReader:
+    """Open a store whose states this drafter reads.
+
+    Raises:
+        StoreError: no store, or one of other layers or another verifier's shape.
+    """
+    reader = StoreReader.open(folder)
+    spec = reader.spec
+    for label, found, wanted in (
+        ("layers", list(spec.aux_layer_ids), list(drafter.aux_layer_ids)),
+        ("hidden size", spec.hidden_size, drafter.hidden_size),
+        ("vocabulary size", spec.vocab_size, drafter.vocab_size),
+    ):
+        if found != wanted:
+            raise StoreError(
+                f"{folder}: {label} {found}, the drafter reads {wanted}; extract again with the drafter's, or leave "
+                "--hidden-states-path away to have the verifier compute them"
+            )
+    return reader
+
+
+def from_store(
+    reader: StoreReader, items: Sequence[Item], head: VerifierHead, is_greedy: bool, off_policy: OffPolicy
+) -> Iterator[Recorded]:
+    """Recorded answers whose states are stored, an item at a time.
+
+    Args:
+        reader: the store.
+        items: replies of its rows.
+        head: the verifier's: it tells whether the tokens are the verifier's own.
+        is_greedy: judge the tokens; sampled ones are not the most likely ones.
+        off_policy: counts those that are not.
+
+    Raises:
+        StoreError: a row is not in the store, or was stored with other tokens.
+    """
+    last: StoredRow | None = None
+    for item in items:
+        if last is None or last.row.row_id != item.row_id:
+            last = reader.read(item.row_id)
+        ids = [*item.prompt_ids, *(item.recorded_ids or []), *item.tail_ids]
+        if last.row.input_ids[: len(ids)] != ids:
+            raise StoreError(f"{reader.folder}: row {item.row_id} was stored with other tokens; extract again")
+        states = torch.zeros(len(last.row.input_ids), last.last_states.shape[1], dtype=last.last_states.dtype)
+        states[last.label_pos] = last.last_states
+        end = item.start + len(item.recorded_ids or [])
+        choices = None
+        if is_greedy:
+            positions = last.label_pos[(last.label_pos >= item.start) & (last.label_pos + 1 < len(ids))]
+            choices = choices_at(head, states, ids, positions, off_policy)
+        yield Recorded(item.row_id, item.source, ids, item.start, end, last.aux_states, choices, states)
+
+
+def on_the_spot(
+    verifier: TransformersVerifier,
+    aux_layer_ids: tuple[int, ...],
+    items: Sequence[Item],
+    head: VerifierHead | None,
+    is_greedy: bool,
+    off_policy: OffPolicy,
+) -> Iterator[Recorded]:
+    """Recorded answers whose states the verifier computes now. With no `head`, the tokens are known to be its own."""
+    for some in (items[i : i + _ROWS_AT_ONCE] for i in range(0, len(items), _ROWS_AT_ONCE)):
+        rows = [[*item.prompt_ids, *(item.recorded_ids or []), *item.tail_ids] for item in some]
+        for item, ids, (aux, last) in zip(some, rows, verifier.states(rows, aux_layer_ids)):
+            end = item.start + len(item.recorded_ids or [])
+            choices = None
+            if head is not None and is_greedy:
+                choices = choices_at(head, last, ids, torch.arange(item.start, len(ids) - 1), off_policy)
+            yield Recorded(item.row_id, item.source, ids, item.start, end, aux, choices, last)
+
+
+def with_tails(
+    items: Sequence[Item], answers: Sequence[Answer], verifier: TransformersVerifier, depth: int, batch_size: int
+) -> list[Item]:
+    """Items whose recorded answer is the one just decoded, with the verifier's greedy continuation as tail."""
+    plain = Engine(verifier.model, None, 0, [], Sampling(), batch_size)
+    whole = [[*item.prompt_ids, *answer.ids] for item, answer in zip(items, answers)]
+    tails = plain.generate([Request(ids, depth) for ids in whole])
+    return [
+        Item(item.row_id, item.source, item.prompt_ids, answer.ids, tail.ids, item.limit)
+        for item, answer, tail in zip(items, answers, tails)
+    ]
+
+
+def choices_at(
+    head: VerifierHead, last_states: Tensor, ids: list[int], positions: Tensor, off_policy: OffPolicy
+) -> Tensor:
+    """The verifier's greedy choice of x_{p+1} at some positions, -1 elsewhere, int64, [num_tokens].
+
+    Where the recorded token and the most likely one are a tie, the recorded one was the choice.
+    """
+    choices = torch.full((len(ids),), -1)
+    tokens = torch.tensor(ids)
+    for some in positions.split(_CHOICES_AT_ONCE):
+        logits = head.logits(head.normed(last_states[some].to(head.weight.device))).float().cpu()
+        said = tokens[some + 1]
+        best = logits.max(-1)
+        is_own = best.values - logits.gather(1, said[:, None])[:, 0] < TIE_GAP
+        choices[some] = torch.where(is_own, said, best.indices)
+        off_policy.tokens += int((~is_own).sum())
+        off_policy.judged += len(some)
+    return choices
+
+
+# ---- Do replay and decoding count alike? Pass by pass, a difference being excused only by a logit gap that is
+# shown.
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """One answer that the two count differently, at the first pass that differs."""
+
+    row_id: str
+    num_known: int
+    """Tokens known before that pass."""
+    decoded_ids: tuple[int, ...]
+    """What the engine drafted there, empty if it had no such pass."""
+    replayed_ids: tuple[int, ...]
+    gap: float | None
+    """How far the drafter's logit of the engine's token lay behind replay's; None: it was none of the next choices."""
+    largest: float
+    """The drafter's largest logit there; 0 where no logit decided."""
+    dtype: torch.dtype
+    """In which the drafter computes."""
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the two choices are level: the one excuse that counts."""
+        return self.gap is not None and self.gap < TIE_GAP
+
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether a half-precision drafter cannot tell the two choices apart. Never so in float32."""
+        return self.is_tie or (self.gap is not None and within_rounding(self.gap, self.largest, self.dtype))
+
+
+def disagreement(recorded: Recorded, replayed: Replayed, answer: Answer, dtype: torch.dtype) -> Disagreement | None:
+    """Compare the passes of one answer, drafted in `dtype`; None where all are equal.
+
+    A replay without a tail cannot judge the last passes; those it left out are not compared.
+    """
+    decoded = answer.passes[: len(answer.passes) - replayed.num_unjudged]
+    for ours, theirs in zip(replayed.passes, decoded):
+        if (ours.num_known, ours.num_accepted) == (theirs.num_known, theirs.num_accepted):
+            continue
+        place = next((k for k, (a, b) in enumerate(zip(ours.draft_ids, theirs.draft_ids)) if a != b), None)
+        gap, largest = None, 0.0
+        if place is not None:
+            gap = dict(zip(ours.runner_up_ids[place], ours.runner_up_gaps[place])).get(theirs.draft_ids[place])
+            largest = ours.best_logits[place]
+        return Disagreement(recorded.row_id, ours.num_known, theirs.draft_ids, ours.draft_ids, gap, largest, dtype)
+    if len(decoded) != len(replayed.passes):
+        return Disagreement(recorded.row_id, recorded.end, (), (), None, 0.0, dtype)
+    return None
+
+
+def is_equal(found: Sequence[Disagreement], num_compared: int) -> bool | None:
+    """Whether all compared answers are counted alike, ties excused; None where nothing was compared."""
+    return all(one.is_tie for one in found) if num_compared else None

@@ -1,0 +1,279 @@
+"""Acceptance of a drafter that a vLLM server runs: its own counters, as differences around our prompts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+from peagle import log
+from peagle.errors import EndpointError
+from peagle.evaluate.counts import Counts, pool
+from peagle.regenerate.answers import Answered, Prompt
+from peagle.regenerate.generation import Generation, GenerationSettings
+from peagle.verifier.model_config import VerifierFacts
+from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
+from peagle.vllm.client import Endpoint, RetryPolicy, normal_url
+from peagle.vllm.counters import Reading, difference, read_metrics
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_PAUSE_S, _SETTLE_S = 0.2, 10.0
+
+
+@dataclass(frozen=True)
+class ServedRun:
+    """What a server made of some prompts."""
+
+    counts: Counts
+    """From its counters, all engines and all endpoints together."""
+    generations: dict[str, Generation]
+    """By row id; prompts that the server refused are not in it."""
+    refused: dict[str, str]
+    """Row id -> the server's words."""
+    seconds: float
+    """From the first prompt to the last answer."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second, over all requests under way."""
+        return self.counts.num_generated_tokens / self.seconds
+
+
+class ServedDrafter:
+    """Servers that run a verifier with a drafter.
+
+    Args:
+        facts: the verifier.
+        generation: how answers are written; its tail must be 0, a tail would be counted.
+        endpoints: where, and how many prompts at once.
+
+    Raises:
+        EndpointError: see `EndpointAnswers`; or a server without speculative decoding.
+    """
+
+    def __init__(self, facts: VerifierFacts, generation: GenerationSettings, endpoints: AnswerEndpoints) -> None:
+        if generation.tail_tokens:
+            raise ValueError("a tail would be counted")
+        self._source = EndpointAnswers(facts, generation, endpoints)
+        try:
+            for endpoint in self._source.endpoints:
+                difference(Reading({}), _read(endpoint))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_tokens(self) -> int:
+        """The servers' limit of prompt and answer together."""
+        return self._source.max_tokens
+
+    def run(self, prompts: Sequence[Prompt]) -> ServedRun:
+        """Answer the prompts and count what was drafted and accepted meanwhile.
+
+        Raises:
+            EndpointError: a server was restarted meanwhile, or the run cannot go on.
+        """
+        before = [_settled(endpoint) for endpoint in self._source.endpoints]
+        started_s = time.monotonic()
+        generations: dict[str, Generation] = {}
+        refused: dict[str, str] = {}
+        for found in self._source.answers(prompts, {prompt.row_id for prompt in prompts}):
+            if isinstance(found, Answered):
+                generations[found.row_id] = found.generation
+            else:
+                refused[found.row_id] = found.detail
+        seconds = time.monotonic() - started_s
+        after = [_settled(endpoint) for endpoint in self._source.endpoints]
+        parts = [difference(b, a) for b, a in zip(before, after)]
+        depth = max(part.num_speculative_tokens for part in parts)
+        if any(part.num_speculative_tokens not in (0, depth) for part in parts):
+            raise EndpointError("the endpoints draft different numbers of tokens per pass; measure them one by one")
+        counts = pool([part for part in parts if part.num_speculative_tokens], depth)
+        ours = sum(len(generation.ids) for generation in generations.values())
+        if counts.num_generated_tokens != ours:
+            logger.warning(
+                "the server counted %d generated tokens, our answers have %d: somebody else used it meanwhile, and is "
+                "in the figures",
+                counts.num_generated_tokens,
+                ours,
+            )
+        return ServedRun(counts, generations, refused, seconds)
+
+    def close(self) -> None:
+        """Drop connections."""
+        self._source.close()
+
+
+def _read(endpoint: Endpoint) -> Reading:
+    return read_metrics(endpoint.get_text("/metrics"), endpoint.served_name)
+
+
+def _settled(endpoint: Endpoint) -> Reading:
+    """A reading once the counters stand still: vLLM answers a request before it counts its last step."""
+    deadline_s = time.monotonic() + _SETTLE_S
+    last = _read(endpoint)
+    while True:
+        time.sleep(_SETTLE_PAUSE_S)
+        now = _read(endpoint)
+        if now == last:
+            return now
+        if time.monotonic() > deadline_s:
+            raise EndpointError(f"{endpoint.root_url}: its counters do not stand still; somebody else is using it")
+        last = now
+
+
+# ---- A served model under load: tokens per second, time to the first token, time between tokens, at given
+# concurrencies.
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One answer, as it arrived."""
+
+    num_tokens: int
+    first_s: float
+    """From sending the prompt to the first token."""
+    last_s: float
+    """From sending the prompt to the last token."""
+
+    @property
+    def between_ms(self) -> float | None:
+        """Mean time between tokens after the first; None for an answer of one token. Drafted tokens come in bunches."""
+        return 1e3 * (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class Load:
+    """One server at one concurrency."""
+
+    concurrency: int
+    requests: int
+    tokens_per_s: float
+    """Of all requests under way together."""
+    ttft_ms: float
+    """Median time to the first token."""
+    itl_ms: float | None
+    """Median over answers of the time between tokens."""
+
+
+class LoadedServer:
+    """A server to be measured.
+
+    Args:
+        url: its address.
+        api_key: bearer token, or None.
+        name: the model's name in requests; None asks the server.
+        timeout_s: longest wait for one answer.
+        num_connections: most requests under way at once.
+
+    Raises:
+        EndpointError: unreachable, or no model of that name.
+    """
+
+    def __init__(self, url: str, api_key: str | None, name: str | None, timeout_s: float, num_connections: int) -> None:
+        self.root_url = normal_url(url)
+        endpoint = Endpoint(url, api_key, RetryPolicy(timeout_s, 0, 0.0), 1)
+        try:
+            self._name = endpoint.model(name).name
+        finally:
+            endpoint.close()
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
+        self._http = httpx.Client(headers=headers, limits=limits, timeout=timeout_s, trust_env=False)
+
+    def close(self) -> None:
+        """Drop connections."""
+        self._http.close()
+
+    def stream(self, prompt_ids: Sequence[int], settings: dict[str, Any]) -> Streamed:
+        """Send one prompt and time its answer.
+
+        Raises:
+            EndpointError: the server refused it, broke off, or sent no token.
+        """
+        payload = {"model": self._name, "prompt": list(prompt_ids), "stream": True, **settings}
+        payload["stream_options"] = {"include_usage": True}
+        began_s = time.perf_counter()
+        first_s = last_s = 0.0
+        counted = total = 0
+        try:
+            with self._http.stream("POST", f"{self.root_url}/v1/completions", json=payload) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise EndpointError(f"{self.root_url}: status {answer.status_code}: {answer.text[:200]}")
+                for line in answer.iter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    body = json.loads(line.removeprefix("data: "))
+                    total = (body.get("usage") or {}).get("completion_tokens") or total
+                    choice = next(iter(body.get("choices") or ()), None)
+                    if choice is None or not (choice.get("token_ids") or choice.get("text")):
+                        continue
+                    last_s = time.perf_counter() - began_s
+                    first_s = first_s or last_s
+                    counted += len(choice.get("token_ids") or (0,))
+        except (httpx.HTTPError, ValueError) as error:
+            raise EndpointError(f"{self.root_url}: broke off an answer ({type(error).__name__}: {error})") from None
+        if not first_s:
+            raise EndpointError(f"{self.root_url}: an answer held no token")
+        return Streamed(int(total or counted), first_s, last_s)
+
+    def measure(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any], concurrency: int) -> Load:
+        """Keep `concurrency` requests under way until every prompt is answered; few prompts are sent more than once."""
+        count = max(len(prompts), 2 * concurrency)
+        with ThreadPoolExecutor(concurrency) as pool, log.progress(f"{concurrency} at once", count, "answers") as meter:
+            began_s = time.perf_counter()
+            jobs = [pool.submit(self.stream, prompts[i % len(prompts)], settings) for i in range(count)]
+            found = []
+            for job in jobs:
+                found.append(job.result())
+                meter.advance(1)
+            seconds = time.perf_counter() - began_s
+        between = [one.between_ms for one in found if one.between_ms is not None]
+        return Load(
+            concurrency,
+            count,
+            sum(one.num_tokens for one in found) / seconds,
+            1e3 * statistics.median(one.first_s for one in found),
+            statistics.median(between) if between else None,
+        )
+
+    def warm(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any], concurrency: int) -> None:
+        """Send every prompt once for a single token."""
+        with ThreadPoolExecutor(concurrency) as pool:
+            list(pool.map(lambda ids: self.stream(ids, {**settings, "max_tokens": 1}), prompts))
+
+
+def under_load(
+    server: LoadedServer,
+    plain: LoadedServer | None,
+    prompts: Sequence[Sequence[int]],
+    settings: dict[str, Any],
+    concurrencies: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Measure a server with a drafter, and one without beside it, in turn at each concurrency.
+
+    Returns:
+        For each concurrency the fields of `Load`, and those of the plain server as `plain_*`: what `evaluation.json`
+        holds as `speed.by_concurrency`.
+    """
+    most = max(concurrencies)
+    for one in (server, plain):
+        if one is not None:
+            one.warm(prompts, settings, most)
+    found = []
+    for concurrency in concurrencies:
+        point = asdict(server.measure(prompts, settings, concurrency))
+        if plain is not None:
+            beside = asdict(plain.measure(prompts, settings, concurrency))
+            point |= {f"plain_{key}": beside[key] for key in ("tokens_per_s", "ttft_ms", "itl_ms")}
+        found.append(point)
+    return found

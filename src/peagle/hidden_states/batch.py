@@ -1,0 +1,113 @@
+"""Rows with their verifier states, packed into one sequence of pair slots. The one place where a shift happens.
+
+A row x_0 .. x_{T-1} gives T-1 pair slots: slot i carries token x_{i+1} and state g_i at rotary position i, predicts
+x_{i+2}, and its target is the verifier's distribution softmax(head(norm(y_{i+1}))). Rows are laid one after another;
+a document id per slot keeps them apart, -1 is padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from peagle.data.records import TokenRow
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """One row as it comes out of the hidden-state store (or straight from a verifier)."""
+
+    row: TokenRow
+    aux_states: Tensor
+    """g_i: the states entering the auxiliary layers, concatenated, [num_tokens, num_aux_layers * hidden_size]."""
+    label_pos: Tensor
+    """Positions p whose y_p is kept (`TokenRow.label_positions`), ascending, int64, [num_labels]."""
+    last_states: Tensor
+    """y_p after the last layer, BEFORE the final norm, [num_labels, hidden_size]."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed pair slots. Everything here is already shifted: nothing downstream shifts again."""
+
+    pair_ids: Tensor
+    """x_{i+1} of each pair slot, int64, [num_pairs]."""
+    aux_states: Tensor
+    """g_i, [num_pairs, num_aux_layers * hidden_size]."""
+    rope_pos: Tensor
+    """i, counted inside its document, int64, [num_pairs]."""
+    document_ids: Tensor
+    """Document of each pair slot, ascending from 0; -1 is padding, at the end only; int64, [num_pairs]."""
+    label_of_pair: Tensor
+    """Row of `last_states` that holds y_{i+1}, or -1 where the slot has no supervised target; int64, [num_pairs].
+    Slot (a, d) has the target of pair slot a + d."""
+    last_states: Tensor
+    """[num_labels, hidden_size], before the final norm."""
+    row_ids: tuple[str, ...]
+    """Source row of each document."""
+
+    @property
+    def is_supervised(self) -> Tensor:
+        """Whether each pair slot (a, 0) counts, bool, [num_pairs]. Slot (a, d) counts iff a .. a + d all do."""
+        return self.label_of_pair >= 0
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """The same batch on `device`, states in `dtype`."""
+        return Batch(
+            self.pair_ids.to(device),
+            self.aux_states.to(device, dtype),
+            self.rope_pos.to(device),
+            self.document_ids.to(device),
+            self.label_of_pair.to(device),
+            self.last_states.to(device, dtype),
+            self.row_ids,
+        )
+
+
+def pack(rows: list[StoredRow], num_pairs: int | None) -> Batch:
+    """Lay rows one after another.
+
+    Args:
+        rows: at least one row of at least two tokens.
+        num_pairs: pad to this many pair slots; None pads nothing.
+
+    Returns:
+        The batch. Labels inside a row's replay tail are kept out of supervision: `label_of_pair` is -1 there.
+    """
+    pair_ids, aux, rope_pos, documents, labels, last = [], [], [], [], [], []
+    num_labels = 0
+    for document, stored in enumerate(rows):
+        row = stored.row
+        count = len(row.input_ids) - 1
+        pair_ids.append(torch.tensor(row.input_ids[1:], dtype=torch.int64))
+        aux.append(stored.aux_states[:count])
+        rope_pos.append(torch.arange(count))
+        documents.append(torch.full((count,), document))
+        label_of_position = torch.full((len(row.input_ids),), -1, dtype=torch.int64)
+        label_of_position[stored.label_pos] = torch.arange(num_labels, num_labels + len(stored.label_pos))
+        mask = torch.tensor([*row.loss_mask, int(row.next_is_supervised)], dtype=torch.bool)
+        label_of_position[~(mask[:-1] & mask[1:])] = -1
+        labels.append(label_of_position[1:])
+        last.append(stored.last_states)
+        num_labels += len(stored.label_pos)
+    total = sum(len(ids) for ids in pair_ids)
+    padding = 0 if num_pairs is None else num_pairs - total
+    if padding < 0:
+        raise ValueError(f"{total} pair slots do not fit {num_pairs}")
+    if padding:
+        pair_ids.append(torch.zeros(padding, dtype=torch.int64))
+        aux.append(aux[0].new_zeros(padding, aux[0].shape[1]))
+        rope_pos.append(torch.zeros(padding, dtype=torch.int64))
+        documents.append(torch.full((padding,), -1))
+        labels.append(torch.full((padding,), -1))
+    return Batch(
+        torch.cat(pair_ids),
+        torch.cat(aux),
+        torch.cat(rope_pos),
+        torch.cat(documents),
+        torch.cat(labels),
+        torch.cat(last),
+        tuple(stored.row.row_id for stored in rows),
+    )

@@ -1,0 +1,444 @@
+"""`peagle extract`: prepared rows and a verifier to a store of hidden states.
+
+What runs the verifier is a `verifier.source.StateSource`: `TransformersSource` by default, `EndpointSource` with
+`--endpoint`, `InProcessSource` with `--backend vllm`. A source is handed the whole job and the ids that are still
+wanted, and yields a row's states, or its refusal, whenever it has them. Here each answer is checked, and stored or
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from peagle import log
+from peagle.data.prepared import Prepared, load_prepared
+from peagle.data.records import TokenRow
+from peagle.errors import DataError, DiskError, StoreError, VerifierError
+from peagle.files import free_bytes
+from peagle.hidden_states.batch import StoredRow
+from peagle.hidden_states.config import ExtractConfig
+from peagle.hidden_states.shards import RowEntry
+from peagle.hidden_states.store import StoreSpec, StoreWriter
+from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.source import RowRefused, RowStates, StateSource
+from peagle.verifier.special_tokens import load_tokenizer, tokenizer_sha256
+from peagle.verifier.weights import VerifierHead, fingerprint, load_head
+
+logger = logging.getLogger(__name__)
+_NAMED = 5  # rows named in the log per reason; all are in the manifest
+
+
+class PreparedRows(Sequence[TokenRow]):
+    """The first rows of a prepared folder, read one at a time."""
+
+    def __init__(self, prepared: Prepared, count: int) -> None:
+        self._prepared, self._count = prepared, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenRow]: ...
+    def __getitem__(self, index: int | slice) -> TokenRow | Sequence[TokenRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._prepared.row(index)
+
+
+@dataclass
+class Outcome:
+    """What became of the rows of a run."""
+
+    stored: int = 0
+    tokens: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Row id -> reason."""
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, row_id: str, reason: str, detail: str) -> None:
+        """Count a row that is not stored, and name it (the first few of each reason)."""
+        self.dropped[row_id] = f"{reason} ({detail})" if detail else reason
+        self.reasons[reason] += 1
+        if self.reasons[reason] <= _NAMED:
+            logger.warning("row %s skipped: %s", row_id, self.dropped[row_id])
+
+
+def extract(config: ExtractConfig) -> int:
+    """Fill the store, or what is missing of it.
+
+    Returns:
+        0 when the job ran to its end and the store holds rows.
+
+    Raises:
+        PeagleError: the data, the verifier, the store or the disk cannot be used; or nothing could be stored.
+    """
+    started_s = time.monotonic()
+    prepared = load_prepared(config.preprocessed_data)
+    facts = load_facts(_model_name(config, prepared), config.trust_remote_code)
+    facts = facts.with_tensor_names(config.verifier_tensors)
+    spec = _spec(config, prepared, facts)
+    count = min(len(prepared), config.max_samples or len(prepared))
+    rows = PreparedRows(prepared, count)
+    entries = _entries(rows, facts)
+    with StoreWriter.open(config.output, spec, config.shard_mb * 10**6) as writer:
+        missing = _missing(entries, writer)
+        kept_before = len(entries) - len(missing)
+        if kept_before:
+            logger.info("%d of %d rows are in %s already", kept_before, len(entries), config.output)
+        num_bytes = check_disk(spec, entries, missing, config.output, config.max_disk_gb)
+        outcome = Outcome()
+        if missing:
+            _fill(config, spec, facts, rows, missing, writer, outcome)
+        if not writer.entries:
+            raise DataError(f"{config.output}: no row could be stored ({_reasons(outcome)})")
+        writer.finish()
+    seconds = round(time.monotonic() - started_s, 2)
+    record = {
+        "verifier": facts.name_or_path,
+        "aux_layer_ids": list(spec.aux_layer_ids),
+        "dtype": spec.dtype,
+        "rows_read": len(entries),
+        "rows_kept_from_before": kept_before,
+        "rows_written": outcome.stored,
+        "tokens_written": outcome.tokens,
+        "estimated_bytes": num_bytes,
+        "dropped": dict(outcome.reasons),
+        "dropped_rows": outcome.dropped,
+        "seconds": seconds,
+    }
+    log.write_run(config.output, "extract", config, record)
+    logger.info(
+        "read %d rows, wrote %d (%d tokens), %d were there, dropped %d%s, in %s",
+        len(entries), outcome.stored, outcome.tokens, kept_before, len(outcome.dropped),
+        f" ({_reasons(outcome)})" if outcome.dropped else "", log.duration(seconds),
+    )  # fmt: skip
+    return 0
+
+
+def _fill(
+    config: ExtractConfig,
+    spec: StoreSpec,
+    facts: VerifierFacts,
+    rows: PreparedRows,
+    missing: set[str],
+    writer: StoreWriter,
+    outcome: Outcome,
+) -> None:
+    head = _head(config, facts)
+    source = open_source(config, spec, facts, head, rows[0])
+    try:
+        by_id: dict[str, int] = {}
+        total = 0
+        for index, row in enumerate(rows):
+            if row.row_id not in missing:
+                continue
+            if len(row.input_ids) > source.max_tokens:
+                missing.discard(row.row_id)
+                reason = f"longer than the verifier takes ({source.max_tokens} tokens)"
+                outcome.drop(row.row_id, reason, f"{len(row.input_ids)} tokens")
+            else:
+                by_id[row.row_id] = index
+                total += len(row.input_ids)
+        with log.progress("extract", total, "tokens") as meter:
+            for found in source.states(rows, missing):
+                if found.row_id not in by_id:
+                    raise StoreError(f"row {found.row_id}: states came twice or were not asked for")
+                row = rows[by_id.pop(found.row_id)]
+                meter.advance(len(row.input_ids))
+                if isinstance(found, RowRefused):
+                    outcome.drop(row.row_id, found.reason, found.detail)
+                    continue
+                wrong = fault(found, row, spec)
+                if wrong is None and head is not None:
+                    wrong = choice_fault(found, head, spec.torch_dtype)
+                if wrong is not None and not config.skip_bad_rows:
+                    raise StoreError(
+                        f"row {row.row_id}: {wrong}. It was not stored; --skip-bad-rows would count it and go on."
+                    )
+                if wrong is not None:
+                    outcome.drop(row.row_id, wrong.split(",")[0].split(":")[0], wrong)
+                    continue
+                writer.add(to_stored(found, row, spec.torch_dtype))
+                outcome.stored += 1
+                outcome.tokens += len(row.input_ids)
+        if by_id:
+            raise StoreError(f"no states came for {len(by_id)} rows (first: {next(iter(by_id))}); run it again")
+    finally:
+        source.close()
+
+
+def _head(config: ExtractConfig, facts: VerifierFacts) -> VerifierHead | None:
+    """The verifier's head, to check outputs with; None where its files are only on the server."""
+    try:
+        return load_head(facts).to("cpu", torch.float32)
+    except VerifierError:
+        if not config.endpoint or config.validate_outputs:
+            raise
+        logger.warning("%s: its head cannot be read here, so outputs are not checked against it", facts.name_or_path)
+        return None
+
+
+def _model_name(config: ExtractConfig, prepared: Prepared) -> str:
+    made_for = str(prepared.summary["model"])
+    asked = config.model or config.verifier_name_or_path or made_for
+    if asked != made_for:
+        found = tokenizer_sha256(load_tokenizer(asked, config.trust_remote_code))
+        if found != prepared.summary["tokenizer_sha256"]:
+            raise DataError(
+                f"{config.preprocessed_data}: prepared with the tokenizer of {made_for}, which differs from that of "
+                f"{asked}; prepare the data again for this verifier"
+            )
+    return asked
+
+
+def _spec(config: ExtractConfig, prepared: Prepared, facts: VerifierFacts) -> StoreSpec:
+    try:
+        weights = fingerprint(facts)
+    except VerifierError:
+        if not config.endpoint:
+            raise
+        weights = ""  # only the server has them
+    return StoreSpec(
+        verifier=facts.name_or_path,
+        verifier_fingerprint=weights,
+        model_type=facts.model_type,
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        aux_layer_ids=resolve_aux_layer_ids(facts.num_layers, config.target_layer_ids),
+        dtype=facts.dtype if config.dtype == "auto" else config.dtype,
+        tokenizer_sha256=str(prepared.summary["tokenizer_sha256"]),
+    )
+
+
+def _entries(rows: PreparedRows, facts: VerifierFacts) -> list[RowEntry]:
+    """The rows' index entries.
+
+    Raises:
+        DataError: an id given twice, or a token id that the verifier does not have.
+    """
+    entries: list[RowEntry] = []
+    seen: set[str] = set()
+    with log.progress("check", len(rows), "rows") as meter:
+        for row in rows:
+            if row.row_id in seen:
+                raise DataError(f"row id {row.row_id} occurs twice in the prepared data; prepare it again")
+            seen.add(row.row_id)
+            highest = max(row.input_ids)
+            if highest >= facts.vocab_size or min(row.input_ids) < 0:
+                raise DataError(
+                    f"row {row.row_id}: token id {highest} is beyond the vocabulary of {facts.name_or_path} "
+                    f"({facts.vocab_size} rows); prepare the data with this verifier's tokenizer"
+                )
+            entries.append(RowEntry.of(row))
+            meter.advance(1)
+    return entries
+
+
+def _missing(entries: Sequence[RowEntry], writer: StoreWriter) -> set[str]:
+    """Ids that the store lacks.
+
+    Raises:
+        StoreError: a row is there with other tokens or another mask.
+    """
+    missing = set()
+    for entry in entries:
+        there = writer.entries.get(entry.row_id)
+        if there is None:
+            missing.add(entry.row_id)
+        elif there != entry:
+            raise StoreError(
+                f"{writer.folder}: row {entry.row_id} is in the store with other tokens or another loss mask: the data "
+                "was prepared again. Choose another --output, or remove the store."
+            )
+    return missing
+
+
+def _reasons(outcome: Outcome) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in outcome.reasons.most_common()) or "nothing came"
+
+
+# ---- What must hold of a row's states before they may be stored.
+
+
+_CHUNK = 256  # label positions whose logits over the whole vocabulary are held at once
+
+
+def fault(found: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
+    """Compare a source's answer with the row it is for.
+
+    Args:
+        found: the answer.
+        row: the row that was asked for.
+        spec: the store's.
+
+    Returns:
+        None, or what is wrong: other ids (with the first index that differs), another number of states than tokens,
+        another width, NaN or infinity.
+    """
+    if found.input_ids != row.input_ids:
+        pairs = zip(found.input_ids, row.input_ids)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found.input_ids), len(row.input_ids)))
+        return f"the verifier read other token ids, first at index {first}"
+    num_tokens, width = len(row.input_ids), spec.hidden_size
+    for name, states, columns in (
+        ("aux_states", found.aux_states, width * len(spec.aux_layer_ids)),
+        ("last_states", found.last_states, width),
+    ):
+        if tuple(states.shape) != (num_tokens, columns):
+            return f"{name} have shape {list(states.shape)}, expected {[num_tokens, columns]}"
+        if not torch.isfinite(states.to(spec.torch_dtype)).all():
+            position = int((~torch.isfinite(states.to(spec.torch_dtype))).any(-1).nonzero()[0])
+            return f"{name} hold NaN or infinity, first at position {position}"
+    return None
+
+
+def choice_fault(found: RowStates, head: VerifierHead, dtype: torch.dtype) -> str | None:
+    """Check that head(norm(last_states)) reproduces the verifier's own next-token choice.
+
+    Args:
+        found: states with `choice_pos` and `choice_ids`.
+        head: from the verifier's files, on any device.
+        dtype: in which the verifier computed.
+
+    Returns:
+        None, or the first position at which another token clearly wins. A tie within the rounding of `dtype` is none:
+        the tolerance is four units in the last place of the largest logit, and 1e-3 of it in float32.
+    """
+    slack = 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for start in range(0, len(found.choice_pos), _CHUNK):
+        positions = found.choice_pos[start : start + _CHUNK]
+        ids = torch.tensor(found.choice_ids[start : start + _CHUNK], device=head.weight.device)
+        states = found.last_states[positions].to(head.weight.device)
+        logits = head.logits(head.normed(states)).float()
+        best, best_ids = logits.max(-1)
+        gap = best - logits.gather(-1, ids[:, None])[:, 0]
+        wrong = (gap > slack * logits.abs().amax(-1)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            return (
+                f"head(norm(last_states)) chooses token {int(best_ids[at])} after position {positions[at]}, the "
+                f"verifier itself {int(ids[at])} (logits differ by {float(gap[at]):.3g}): wrong norm, head or layer"
+            )
+    return None
+
+
+def to_stored(found: RowStates, row: TokenRow, dtype: torch.dtype) -> StoredRow:
+    """Keep what training reads: all auxiliary states, and last states where a label needs them, in `dtype`."""
+    label_pos = torch.tensor(row.label_positions(), dtype=torch.int64)
+    return StoredRow(row, _kept(found.aux_states, dtype), label_pos, _kept(found.last_states[label_pos], dtype))
+
+
+def _kept(states: Tensor, dtype: torch.dtype) -> Tensor:
+    return states.to("cpu", dtype).contiguous()
+
+
+# ---- How large a store will be, said and checked before anything is run.
+
+
+_SPARE_BYTES = 64 << 20  # left free on the disk
+
+
+def check_disk(
+    spec: StoreSpec, entries: Sequence[RowEntry], missing: AbstractSet[str], folder: Path, max_disk_gb: float | None
+) -> int:
+    """Estimate the store's size before anything is run.
+
+    Returns:
+        Estimated bytes of the whole store.
+
+    Raises:
+        DiskError: what is missing does not fit the disk, or the whole is above `max_disk_gb`.
+    """
+    whole = sum(spec.row_bytes(entry) for entry in entries)
+    needed = sum(spec.row_bytes(entry) for entry in entries if entry.row_id in missing)
+    free = free_bytes(folder)
+    advice = "Use --max-samples, a shorter --seq-length at prepare, or fewer --target-layer-ids"
+    if max_disk_gb is not None and whole > max_disk_gb * 10**9:
+        raise DiskError(
+            f"{folder}: the store would take {_size(whole)}, --max-disk-gb allows {max_disk_gb:g}. {advice}."
+        )
+    if missing and needed + _SPARE_BYTES > free:
+        raise DiskError(
+            f"{folder}: {len(missing)} rows need {_size(needed)}, the disk has {_size(free)} free. {advice}, or "
+            "another --output."
+        )
+    if missing:
+        logger.info("%d rows to extract: about %s, %s free on the disk", len(missing), _size(needed), _size(free))
+    return whole
+
+
+def _size(num_bytes: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes / 1e3:.0f} kB"
+
+
+# ---- Which source of states a job uses. Rows behind the seam know nothing of configs or stores.
+
+
+_CHECKED_TOKENS = 64
+
+
+def open_source(
+    config: ExtractConfig,
+    spec: StoreSpec,
+    facts: VerifierFacts,
+    head: VerifierHead | None,
+    sample: TokenRow,
+    rank: int = 0,
+) -> StateSource:
+    """Open the source that a job asks for.
+
+    Args:
+        config: `endpoint` and `backend` decide.
+        spec: layer ids and dtype.
+        facts: the verifier.
+        head: from its files; the Transformers backend proves it on `sample` before the job starts.
+        sample: any row.
+        rank: of several processes that make the same store: their files must not be taken for one another's.
+
+    Raises:
+        PeagleError: the verifier cannot be loaded or reached, or its files do not give its own logits.
+    """
+    store = str(config.output.resolve()) + (f"#{rank}" if rank else "")
+    if config.endpoint:
+        from peagle.vllm.client import RetryPolicy
+        from peagle.vllm.states import EndpointSettings, EndpointSource
+
+        settings = EndpointSettings(
+            urls=config.endpoint,
+            api_key=config.api_key,
+            model=config.served_model_name,
+            concurrency=config.concurrency,
+            policy=RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s),
+            hidden_states_path=config.hidden_states_path or config.output,
+        )
+        return EndpointSource(facts, spec.aux_layer_ids, spec.dtype, settings, store, config.validate_outputs)
+    if config.backend == "vllm":
+        from peagle.vllm.inprocess import InProcessSource
+
+        folder = config.hidden_states_path or config.output
+        arguments = config.extra_args
+        return InProcessSource(facts, spec.aux_layer_ids, spec.dtype, folder, store, config.validate_outputs, arguments)
+    from peagle.verifier.local import TransformersSource, TransformersVerifier
+
+    verifier = TransformersVerifier(facts, spec.dtype, config.device)
+    if head is not None:
+        verifier.check_head(head, sample.input_ids[:_CHECKED_TOKENS])
+    return TransformersSource(verifier, spec.aux_layer_ids, config.batch_size, config.validate_outputs)

@@ -1,0 +1,1 @@
+"""Fast functions, one each, with the PyTorch definition beside it."""

@@ -1,0 +1,484 @@
+"""`peagle doctor`: the environment, a verifier, and the whole road on a few rows, each finding in one line.
+
+Nothing is left behind: the dry run works in a temporary folder and calls the same functions as the commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from peagle.data.config import PrepareConfig
+from peagle.drafter.model_config import ROPE_TYPES
+from peagle.errors import PeagleError
+from peagle.files import free_bytes
+from peagle.hidden_states.config import ExtractConfig
+from peagle.pipeline.config import DoctorConfig
+from peagle.pipeline.plan import Rows, drafter_parameters, store_bytes, training_bytes
+from peagle.pipeline.recipe import Sizes
+from peagle.train.config import TrainConfig
+from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.special_tokens import eos_ids, load_tokenizer, resolve_mask_token
+from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, engine_here, hands_out_states
+
+logger = logging.getLogger(__name__)
+State = Literal["ok", "warn", "fail"]
+_MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it stands, what was found and what to do."""
+
+    what: str
+    state: State
+    message: str
+
+
+def doctor(config: DoctorConfig) -> int:
+    """Look at everything that was asked for and print it.
+
+    Returns:
+        0 if nothing failed (warnings are fine), else 1.
+    """
+    findings = []
+    out = Console()
+    for finding in examine(config):
+        findings.append(finding)
+        if not config.json_output:
+            if out.is_terminal:
+                out.print(line(finding))
+            else:  # whole lines, for grep
+                print(f"{finding.state if finding.state != 'fail' else 'FAIL':<4} {finding.what:<13} {finding.message}")
+    if config.json_output:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    return int(any(finding.state == "fail" for finding in findings))
+
+
+def line(finding: Finding) -> Table:
+    """A finding for a terminal, its message wrapped beside its name."""
+    shown = Table.grid(padding=(0, 1))
+    shown.add_column(width=4)
+    shown.add_column(width=13)
+    shown.add_column(overflow="fold")
+    shown.add_row(_MARKS[finding.state], finding.what, escape(finding.message))
+    return shown
+
+
+def examine(config: DoctorConfig) -> Iterator[Finding]:
+    """Everything, in the order of the road; what depends on something that failed is left out."""
+
+    yield from environment(config.output)
+    if config.model is None:
+        return
+    found: dict[str, Any] = {}
+    yield from model(config, found)
+    if "facts" in found and "tokenizer" in found:
+        yield from walk(config, found)
+
+
+def guarded(what: str, error: PeagleError) -> Finding:
+    """A failure in one line."""
+    return Finding(what, "fail", " ".join(str(error).split()))
+
+
+# ---- What the machine and the installed packages can do.
+
+
+_NEEDED = {"torch": (2, 9), "transformers": (5, 4), "datasets": (4, 0), "safetensors": (0, 5)}
+_LITTLE_DISK, _LITTLE_MEMORY = 5e9, 4e9
+
+
+def environment(output: Path) -> Iterator[Finding]:
+    """Python, packages, devices, memory, disk."""
+    python = platform.python_version()
+    yield Finding("python", "ok" if sys.version_info >= (3, 10) else "fail", f"{python} on {platform.platform()}")
+    for name, least in _NEEDED.items():
+        yield _package(name, least)
+    yield _vllm()
+    yield _device()
+    yield _memory()
+    free = free_bytes(output)
+    yield Finding("disk", "warn" if free < _LITTLE_DISK else "ok", f"{free / 1e9:.1f} GB free at {output}/")
+
+
+def _package(name: str, least: tuple[int, int]) -> Finding:
+    wanted = ".".join(map(str, least))
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, "fail", f"not installed; `pip install '{name}>={wanted}'`")
+    parts = version.split(".")
+    release = (int(parts[0]), int(parts[1]))
+    if release < least:
+        return Finding(name, "fail", f"{version} is older than {wanted}; `pip install -U {name}`")
+    return Finding(name, "ok", version)
+
+
+def _vllm() -> Finding:
+    engine = engine_here()
+    if engine is None:
+        return Finding("vllm", "warn", 'not installed beside peagle (needed to serve): `pip install "peagle[vllm]"`')
+    if engine.release < MIN_VERSION:
+        least = ".".join(map(str, MIN_VERSION))
+        return Finding("vllm", "fail", f"{engine.version} cannot serve P-EAGLE drafters; {least} is the first that can")
+    return Finding("vllm", "ok", engine.version)
+
+
+def _device() -> Finding:
+    import torch
+
+    from peagle.kernels import native
+
+    if torch.cuda.is_available():
+        names = []
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            names.append(f"{torch.cuda.get_device_name(index)} ({free / 1e9:.0f} of {total / 1e9:.0f} GB free)")
+        return Finding("device", "ok", ", ".join(names))
+    threads = torch.get_num_threads()
+    told = "1 thread" if threads == 1 else f"{threads} threads"
+    if not native.is_available():
+        told += ", PyTorch's products (no AVX-512, or no C compiler was there)"
+    else:
+        alone = " on one thread (no OpenMP in this PyTorch)" if native.num_threads() < threads else ""
+        told += f", our own kernels{alone}"
+    return Finding("device", "ok", f"CPU, {told}; fine for small verifiers, an 8B one wants a GPU")
+
+
+def _memory() -> Finding:
+    free = available_memory()
+    if free is None:
+        return Finding("memory", "ok", "unknown")
+    return Finding("memory", "warn" if free < _LITTLE_MEMORY else "ok", f"{free / 1e9:.1f} GB available")
+
+
+def available_memory() -> float | None:
+    """Bytes of host memory that can be had now: of the machine or, if less, of the control group; None if unknown."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found.append(next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
+    except (OSError, StopIteration, ValueError):
+        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+            found.append(float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
+        if limit != "max":
+            found.append(float(limit) - float(used))
+    except (OSError, ValueError):
+        pass
+    return min(found) if found else None
+
+
+# ---- What can be said about a verifier from its configuration and tokenizer, before a weight is read.
+
+
+def model(config: DoctorConfig, found: dict[str, Any]) -> Iterator[Finding]:
+    """Look at the verifier; what later findings need is left in `found` (facts, tokenizer, layer_ids)."""
+    assert config.model is not None
+    try:
+        facts = found["facts"] = load_facts(config.model, config.trust_remote_code)
+    except PeagleError as error:
+        yield guarded("verifier", error)
+        return
+    kind = ", ".join(facts.architectures)
+    part = " (its text model is used)" if facts.has_text_config else ""
+    sizes = f"{facts.num_layers} layers, hidden {facts.hidden_size}, vocabulary {facts.vocab_size:,}, {facts.dtype}"
+    yield Finding("verifier", "ok", f"{kind}{part}: {sizes}")
+    yield _quantization(facts)
+    yield _rope(facts)
+    yield _layers(config, facts, found)
+    yield _tokenizer(config, facts, found)
+    if "tokenizer" in found:
+        yield _mask_token(config, facts, found["tokenizer"])
+    yield serving(facts, engine_here())
+
+
+def _quantization(facts: VerifierFacts) -> Finding:
+    if facts.quantization is None:
+        return Finding(
+            "weights", "ok", f"not quantised; head {'tied to' if facts.tied else 'apart from'} the embedding"
+        )
+    text = f"quantised ({facts.quantization}): states come from this very model, norm and head are read dequantised"
+    return Finding("weights", "ok", text)
+
+
+def _rope(facts: VerifierFacts) -> Finding:
+    kind = facts.rope_parameters.get("rope_type")
+    base = facts.rope_parameters.get("rope_theta")
+    if kind in ROPE_TYPES:
+        return Finding("rotary", "ok", f"{kind}, base {base:g}" if base else str(kind))
+    return Finding(
+        "rotary", "fail", f"rope_type {kind!r} cannot be trained with; known ones are {', '.join(ROPE_TYPES)}"
+    )
+
+
+def _layers(config: DoctorConfig, facts: VerifierFacts, found: dict[str, Any]) -> Finding:
+    try:
+        ids = found["layer_ids"] = resolve_aux_layer_ids(facts.num_layers, config.target_layer_ids)
+    except PeagleError as error:
+        return guarded("layer ids", error)
+    return Finding("layer ids", "ok", f"{', '.join(map(str, ids))} of {facts.num_layers}")
+
+
+def _tokenizer(config: DoctorConfig, facts: VerifierFacts, found: dict[str, Any]) -> Finding:
+    try:
+        tokenizer = load_tokenizer(facts.name_or_path, config.trust_remote_code)
+    except PeagleError as error:
+        return guarded("tokenizer", error)
+    if len(tokenizer) > facts.vocab_size:
+        return Finding(
+            "tokenizer",
+            "fail",
+            f"{len(tokenizer):,} tokens, but the model's embedding has {facts.vocab_size:,} rows: ids beyond it would "
+            "crash the verifier; use the tokenizer that belongs to it",
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        return Finding("tokenizer", "fail", "no chat template: conversations cannot be rendered; give --chat-template")
+    found["tokenizer"] = tokenizer
+    ends = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids(facts, tokenizer))
+    if not ends:
+        return Finding("tokenizer", "fail", "no end-of-sequence token in the model's configuration or its tokenizer")
+    spare = facts.vocab_size - len(tokenizer)
+    return Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, {spare:,} unused rows, answers end with {ends}")
+
+
+def _mask_token(config: DoctorConfig, facts: VerifierFacts, tokenizer: Any) -> Finding:
+    try:
+        mask = resolve_mask_token(tokenizer, facts.vocab_size, config.mask_token_id, ())
+    except PeagleError as error:
+        return guarded("mask token", error)
+    if mask.warning:
+        return Finding("mask token", "warn", mask.warning)
+    return Finding("mask token", "ok", f"{mask.id} ({mask.how})")
+
+
+def serving(facts: VerifierFacts, engine: Engine | None) -> Finding:
+    """What the installed vLLM lacks for this family."""
+    if engine is None:
+        return Finding("serving", "warn", "vLLM is not installed here, so it is not known whether it takes this family")
+    unknown = [name for name in facts.architectures if hands_out_states(engine, name) is None]
+    try:
+        detour = detour_arguments(engine, facts.architectures)
+    except PeagleError as error:
+        return guarded("serving", error)
+    if detour:
+        how = " ".join(detour)
+        text = f"vLLM {engine.version} has no EAGLE-3 support of its own for this family; it is served with {how}"
+        return Finding("serving", "warn", text)
+    if unknown:
+        text = f"vLLM {engine.version} does not list {', '.join(unknown)}; it will try its Transformers backend"
+        return Finding("serving", "warn", text)
+    return Finding("serving", "ok", f"vLLM {engine.version} hands out this family's states and serves drafters for it")
+
+
+# ---- The whole road on a few rows, in a temporary folder: what would go wrong later goes wrong here.
+
+
+# Two replies in one conversation: a template that rewrites history shows it here.
+PROBE = [
+    {"role": "user", "content": "What is two plus three?"},
+    {"role": "assistant", "content": "Two plus three is five."},
+    {"role": "user", "content": "And doubled?"},
+    {"role": "assistant", "content": "Doubled it is ten, since two times five is ten."},
+]
+_FEW_SUPERVISED = 0.05
+
+
+def walk(config: DoctorConfig, found: dict[str, Any]) -> Iterator[Finding]:
+    """Prepare, extract, train one step and check, on `config.rows` conversations."""
+    facts: VerifierFacts = found["facts"]
+    with tempfile.TemporaryDirectory(prefix="peagle-doctor-") as name:
+        folder = Path(name)
+        data = config.data
+        if not data:
+            (folder / "probe.jsonl").write_text(json.dumps({"messages": PROBE}) + "\n", encoding="utf-8")
+            data = (str(folder / "probe.jsonl"),)
+        summary: dict[str, Any] = {}
+        for finding in _prepare(config, facts, data, folder, summary):
+            yield finding
+            if finding.state == "fail":
+                return
+        yield from sizes(config, facts, summary)
+        if "layer_ids" not in found:
+            return
+        reason = _why_not_run(config, facts)
+        if reason:
+            yield Finding("dry run", "warn", reason)
+            return
+        yield from _run(config, facts, folder, summary)
+
+
+def _prepare(
+    config: DoctorConfig, facts: VerifierFacts, data: tuple[str, ...], folder: Path, summary: dict[str, Any]
+) -> Iterator[Finding]:
+    """Template and data: is every reply found, how much is supervised, what is dropped or cut."""
+    from peagle.data.prepare import prepare
+
+    settings = PrepareConfig.build(
+        {
+            "model": facts.name_or_path,
+            "data": data,
+            "output": folder / "prepared",
+            "seq_length": config.seq_length,
+            "max_samples": config.rows,
+            "num_preprocessing_workers": 1,
+            "trust_remote_code": config.trust_remote_code,
+        }
+    )
+    try:
+        with quiet():
+            prepare(settings)
+    except PeagleError as error:
+        yield guarded("data", error)
+        return
+    summary.update(json.loads((folder / "prepared" / "summary.json").read_text(encoding="utf-8")))
+    how = ", ".join(summary.get("mask_from", {}))
+    yield Finding("template", "ok", f"every reply of the rows was found ({how})" if how else "every reply was found")
+    dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items())
+    share = summary["supervised_tokens"] / max(summary["tokens"], 1)
+    text = f"{summary['kept']} of {summary['read']} conversations kept, {100 * share:.0f} % of their tokens supervised"
+    if dropped:
+        yield Finding("data", "warn", f"{text}; dropped: {dropped}")
+    elif share < _FEW_SUPERVISED:
+        yield Finding("data", "warn", f"{text}: hardly anything to learn from; are the replies there?")
+    else:
+        yield Finding("data", "ok", text)
+    if summary.get("rows_cut"):
+        yield Finding(
+            "lengths", "warn", f"{summary['rows_cut']} of {summary['rows']} rows are cut at {config.seq_length} tokens"
+        )
+
+
+def sizes(config: DoctorConfig, facts: VerifierFacts, summary: dict[str, Any]) -> Iterator[Finding]:
+    """Disk and memory that the planned run takes."""
+    known = {name: getattr(facts, name) for name in Sizes.model_fields if hasattr(facts, name)}
+    shape = Sizes(**known, parameters_billion=1.0)
+    vocab = config.draft_vocab_size or facts.vocab_size
+    if vocab > facts.vocab_size:
+        yield Finding("vocabulary", "fail", f"--draft-vocab-size {vocab} exceeds the verifier's {facts.vocab_size}")
+        return
+    layers, others, head = drafter_parameters(shape, config.num_layers, vocab)
+    need = training_bytes(shape, config.num_layers, vocab, config.seq_length)
+    total = f"{(layers + others + head) / 1e6:,.0f} M parameters"
+    takes = f"training takes about {need / 1e9:.1f} GB for packs of {config.seq_length}"
+    yield Finding("drafter", "ok", f"{config.num_layers} layers, {total}; {takes}")
+    if config.max_samples is None:
+        return
+    scale = config.max_samples / max(summary["read"], 1)
+    rows = Rows(config.max_samples, int(summary["tokens"] * scale), int(summary["supervised_tokens"] * scale), False)
+    disk = store_bytes(rows, facts.hidden_size, 4 if facts.dtype == "float32" else 2)
+    free = free_bytes(config.output)
+    text = f"{config.max_samples:,} conversations like these: {rows.num_tokens:,} tokens, {disk / 1e9:.1f} GB of states"
+    if disk > free:
+        yield Finding(
+            "store", "fail", f"{text}, but {config.output} has {free / 1e9:.1f} GB free; take fewer, or another disk"
+        )
+    else:
+        yield Finding("store", "ok", f"{text}, {free / 1e9:.1f} GB free")
+
+
+def _why_not_run(config: DoctorConfig, facts: VerifierFacts) -> str | None:
+    """Why the weights are not run here; None if they can be."""
+    if not config.weights:
+        return "the weights were not run (--no-weights)"
+    folder = Path(facts.name_or_path)
+    if not folder.is_dir():
+        return f"{facts.name_or_path} is not a folder here: its weights were not fetched for a dry run"
+    needed = 2.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) + 1e9
+    free = available_memory()
+    if free is not None and needed > free:
+        return f"running the weights here needs about {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free"
+    return None
+
+
+def _run(config: DoctorConfig, facts: VerifierFacts, folder: Path, summary: dict[str, Any]) -> Iterator[Finding]:
+    """Extract with every check on, one training step, the saved checkpoint checked."""
+    from peagle.hidden_states.extract import extract
+    from peagle.train.run import train
+
+    states = ExtractConfig.build(
+        {
+            "preprocessed_data": folder / "prepared",
+            "output": folder / "states",
+            "model": facts.name_or_path,
+            "target_layer_ids": config.target_layer_ids,
+            "validate_outputs": True,
+            "batch_size": 4,
+            "trust_remote_code": config.trust_remote_code,
+        }
+    )
+    try:
+        with quiet():
+            extract(states)
+    except PeagleError as error:
+        yield guarded("states", error)
+        return
+    yield Finding("states", "ok", f"head(norm(last state)) is the verifier's own choice on all {summary['rows']} rows")
+    training = TrainConfig.build(
+        {
+            "verifier_name_or_path": facts.name_or_path,
+            "data_path": folder / "prepared",
+            "hidden_states_path": folder / "states",
+            "save_path": folder / "checkpoints",
+            "num_layers": config.num_layers,
+            "total_seq_len": max(config.seq_length, 8),
+            "max_steps": 1,
+            "epochs": 1,
+            "train_data_ratio": 1.0,
+            "mask_token_id": config.mask_token_id,
+            "draft_vocab_size": config.draft_vocab_size,
+            "trust_remote_code": config.trust_remote_code,
+        }
+    )
+    try:
+        with quiet():
+            train(training)
+    except PeagleError as error:
+        yield guarded("training", error)
+        return
+    line = (folder / "checkpoints" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    yield Finding("training", "ok", f"one step: loss {json.loads(line)['loss']:.2f}, a checkpoint was written")
+    yield from _checked(folder / "checkpoints" / "checkpoint_last")
+
+
+def _checked(checkpoint: Path) -> Iterator[Finding]:
+    """What a serving engine would say; the installed vLLM has been looked at already."""
+    from peagle.serve.check import check_checkpoint
+
+    findings = check_checkpoint(checkpoint, None, True, None, None, False)
+    errors = [str(finding) for finding in findings.of("error")]
+    if errors:
+        yield Finding("checkpoint", "fail", "; ".join(errors))
+        return
+    yield Finding("checkpoint", "ok", "a serving engine would load it")
+    for finding in findings.of("warning"):
+        yield Finding("checkpoint", "warn", str(finding))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the stages' own messages to errors: the findings say what there is to say."""
+    loud = logging.getLogger("peagle")
+    level = loud.level
+    loud.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        loud.setLevel(level)

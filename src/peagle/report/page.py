@@ -1,0 +1,150 @@
+"""The parts of a report, and how they become one HTML page or Markdown. Nothing here knows what is reported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, select_autoescape
+from markupsafe import Markup, escape
+
+from peagle.report.charts import NUM_COLOURS
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One figure at the top of the page."""
+
+    value: str
+    label: str
+    tone: str = ""
+    """"good", "bad" or nothing."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A table's row."""
+
+    cells: tuple[str, ...]
+    is_sum: bool = False
+    """Average and Pooled stand out."""
+    best: tuple[int, ...] = ()
+    """Indices of cells that are the best of their kind."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table."""
+
+    head: tuple[str, ...]
+    rows: tuple[Line, ...]
+    caption: str = ""
+    is_facts: bool = False
+    """Two columns of text, names and values."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A titled figure."""
+
+    title: str
+    svg: str
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with tables and charts."""
+
+    title: str
+    text: str = ""
+    tables: tuple[Grid, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    footnote: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole report."""
+
+    title: str
+    subtitle: str
+    cards: tuple[Card, ...]
+    notes: tuple[str, ...]
+    sections: tuple[Section, ...]
+
+
+def environment() -> Environment:
+    """Templates of this room; HTML is escaped, Markdown is not. `code` sets what stands between backticks as code."""
+    found = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=select_autoescape(("html", "html.j2")),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    found.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    return found
+
+
+def html(page: Page) -> str:
+    """One self-contained HTML page: styles and charts inside, no script, nothing fetched."""
+    template = environment().get_template("report.html.j2")
+    return template.render(
+        title=page.title,
+        subtitle=page.subtitle,
+        cards=page.cards,
+        notes=page.notes,
+        sections=[s for s in page.sections if s.tables or any(c.svg for c in s.charts)],
+        num_colours=NUM_COLOURS,
+    )
+
+
+def markdown(page: Page) -> str:
+    """The page's words and tables; charts are left out."""
+    out = [f"# {page.title}", "", page.subtitle, ""]
+    out += [f"- **{card.value}** {card.label}" for card in page.cards]
+    out += [f"- {note}" for note in page.notes] + [""]
+    for section in page.sections:
+        if not section.tables:
+            continue
+        out += [f"## {section.title}", ""]
+        if section.text:
+            out += [section.text, ""]
+        for grid in section.tables:
+            out += [*markdown_table(grid), ""]
+        if section.footnote:
+            out += [section.footnote, ""]
+    return "\n".join(out).rstrip() + "\n"
+
+
+def markdown_table(grid: Grid) -> list[str]:
+    """A table as Markdown lines; a cell's `|` is escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    head = grid.head or ("",) * len(grid.rows[0].cells)
+    align = "|".join("---" if i == 0 or grid.is_facts else "---:" for i in range(len(head)))
+    caption = [f"*{grid.caption}*", ""] if grid.caption else []
+    return [*caption, line(head), f"|{align}|", *(line(row.cells) for row in grid.rows)]
+
+
+def number(value: float | None, digits: int, missing: str = MISSING) -> str:
+    """A figure as a cell shows it: 12,345.7; `missing` where there is none."""
+    return missing if value is None else f"{value:,.{digits}f}"
+
+
+def in_percent(value: float | None) -> str:
+    """A share of 0..1 in %, without the sign."""
+    return MISSING if value is None else f"{100 * value:.1f}"
+
+
+def ratio(value: float | None) -> str:
+    """A speed-up: 1.52x."""
+    return MISSING if value is None else f"{value:.2f}x"

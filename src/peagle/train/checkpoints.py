@@ -1,0 +1,257 @@
+"""Checkpoint folders of a run: written whole, found again, pruned; and what a run needs to go on exactly.
+
+    SAVE_PATH/0  1  2 ...          one per epoch (0.5 epochs: step_120), each servable as it is
+    SAVE_PATH/interrupted          after SIGTERM or Ctrl-C; gone once a newer one is complete
+    SAVE_PATH/checkpoint_best      link to the best by validation; checkpoint_last: link to the newest
+    .../training_state/            state.json, masters, optimizer state, random state of each rank: what vLLM ignores
+
+safetensors and JSON only. A folder counts only if it is complete: it gets its name by a rename when all is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from peagle.drafter.checkpoint import CONFIG, WEIGHTS, write_into
+from peagle.errors import CheckpointError
+from peagle.files import whole_folder, write_json
+from peagle.train.masters import Masters
+from peagle.train.metrics import Best
+from peagle.train.optimizer import Optimizer
+from peagle.train.parallel import World
+
+logger = logging.getLogger(__name__)
+
+STATE = "training_state"
+BEST, LAST, INTERRUPTED = "checkpoint_best", "checkpoint_last", "interrupted"
+_FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """How far a run is. Everything that decides the next step, beside tensors."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    epoch: int = 0
+    packs_done: int = 0
+    """Packs of this epoch that are done, over all ranks."""
+    packs_per_step: int = 0
+    """Packs of an optimizer step, over all ranks: kept on a resume with another number of ranks."""
+    due: str | None = None
+    """Checkpoint that a signal kept from being validated and written under this name."""
+    num_empty: int = 0
+    """Steps in which nothing was supervised: nothing was learned, nothing stepped."""
+    num_not_finite: int = 0
+    """Steps thrown away because a gradient was not finite."""
+    best: Best = field(default_factory=Best)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint that training can go on from."""
+
+    folder: Path
+    state: dict[str, Any]
+
+
+def complete(folder: Path) -> Found | None:
+    """The checkpoint in `folder` if it is complete and has training state, else None."""
+    state_file = folder / STATE / "state.json"
+    if folder.is_symlink() or not all(p.is_file() for p in (folder / CONFIG, folder / WEIGHTS, state_file)):
+        return None
+    try:
+        state = json.loads(state_file.read_text(encoding="utf-8"))
+        return Found(folder, state) if isinstance(state["progress"]["step"], int) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def discover(save_path: Path) -> list[Found]:
+    """Complete checkpoints below `save_path`, oldest first. Links, temporary and half folders are passed over."""
+    if not save_path.is_dir():
+        return []
+    folders = [p for p in save_path.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    found = [one for one in map(complete, sorted(folders)) if one is not None]
+    return sorted(found, key=lambda one: (one.state["progress"]["step"], one.folder.name != INTERRUPTED))
+
+
+def difference(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two fingerprints, as `name: then ..., now ...`."""
+    return [f"{key}: then {was.get(key)}, now {now.get(key)}" for key in now if was.get(key) != now.get(key)]
+
+
+class Keeper:
+    """Writes and reads the checkpoints of one run.
+
+    Args:
+        save_path: where they go.
+        dtype: of the saved drafter, "bfloat16" for example.
+        keep_last: how many to keep besides the best; None keeps all.
+        fingerprint: what must be the same for a run to go on (JSON values, printed on a mismatch).
+        facts: further facts for state.json (numbers of rows and tokens, for example).
+        world: the ranks; rank 0 writes.
+    """
+
+    def __init__(
+        self,
+        save_path: Path,
+        dtype: str,
+        keep_last: int | None,
+        fingerprint: dict[str, Any],
+        facts: dict[str, Any],
+        world: World,
+    ) -> None:
+        self.save_path, self._dtype, self._keep_last = save_path, dtype, keep_last
+        self._fingerprint, self._facts, self._world = fingerprint, facts, world
+
+    def restore(self, masters: Masters, optimizer: Optimizer) -> Progress | None:
+        """Take up the newest complete checkpoint; None if there is none. Collective if sharded.
+
+        Raises:
+            CheckpointError: it was made by a run that differs in what must not differ, or a file of it is damaged.
+        """
+        found = discover(self.save_path)
+        if not found:
+            return None
+        newest = found[-1]
+        changed = difference(newest.state["fingerprint"], self._fingerprint)
+        if changed:
+            raise CheckpointError(
+                f"{newest.folder} cannot be continued ({'; '.join(changed)}). Take another --save-path, or "
+                "--no-resume-from-checkpoint to start anew."
+            )
+        folder = newest.folder / STATE
+        weights, remembered = _read(folder / "masters.safetensors"), _read(folder / "optimizer.safetensors")
+        missing = sorted(masters.tensors.keys() - weights.keys())
+        if missing:
+            raise CheckpointError(f"{folder}/masters.safetensors: no tensor {', '.join(missing)}")
+        for name, tensor in masters.tensors.items():
+            masters.load(name, tensor, weights[name])
+        optimizer.load(remembered, newest.state["adam_steps"], str(folder / "optimizer.safetensors"))
+        masters.publish()
+        self._restore_random(folder)
+        values = dict(newest.state["progress"])
+        progress = Progress(**{**values, "best": Best(**values["best"])})
+        logger.info("resumed from %s: epoch %d, step %d", newest.folder, progress.epoch, progress.step)
+        return progress
+
+    def _restore_random(self, folder: Path) -> None:
+        path = folder / f"rng_rank{self._world.rank}.safetensors"
+        if not path.is_file():
+            logger.warning(
+                "%s is not there, so this rank's random state starts anew (order and sampling are seeded by row and "
+                "epoch and do not depend on it)",
+                path,
+            )
+            return
+        random = _read(path)
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self._world.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self._world.device)
+
+    def save(self, name: str, masters: Masters, optimizer: Optimizer, progress: Progress, is_best: bool) -> None:
+        """Write checkpoint `name` whole, point `checkpoint_last` (and `checkpoint_best`) at it, prune. Collective.
+
+        Raises:
+            DiskError: on every rank a TrainingError instead; no partial folder is left and older ones are untouched.
+        """
+        error: Exception | None = None
+        random = self._random_states()
+        if self._world.is_main or masters.is_sharded:
+            kept = {key: masters.full(tensor) for key, tensor in masters.tensors.items()}
+            weights = masters.state_dict(kept)
+            remembered, adam_steps = optimizer.state()
+            state = {
+                "format": _FORMAT,
+                "progress": asdict(progress),
+                "adam_steps": adam_steps,
+                "fingerprint": self._fingerprint,
+                "world_size": self._world.size,
+                **self._facts,
+            }
+            if self._world.is_main:
+                try:
+                    with whole_folder(self.save_path / name) as folder:
+                        write_into(folder, masters.drafter.config, weights, self._dtype)
+                        (folder / STATE).mkdir()
+                        save_file(kept, folder / STATE / "masters.safetensors")
+                        save_file(remembered, folder / STATE / "optimizer.safetensors")
+                        for rank, values in enumerate(random):
+                            save_file(values, folder / STATE / f"rng_rank{rank}.safetensors")
+                        write_json(folder / STATE / "state.json", state)
+                    link(self.save_path, LAST, name)
+                    if is_best:
+                        link(self.save_path, BEST, name)
+                    self._prune(name, progress.best.name)
+                except Exception as raised:
+                    error = raised
+        self._world.check(error)
+
+    def _random_states(self) -> list[dict[str, Tensor]]:
+        device = self._world.device
+        cpu = self._world.gather(torch.get_rng_state().to(device))
+        found = [{"cpu": values.cpu()} for values in cpu]
+        if device.type == "cuda":
+            for values, cuda in zip(found, self._world.gather(torch.cuda.get_rng_state(device).to(device))):
+                values["cuda"] = cuda.cpu()
+        return found
+
+    def _prune(self, newest: str, best: str | None) -> None:
+        """Remove an older `interrupted`, and what `keep_last` leaves no place for; never the newest nor the best."""
+        found = [one.folder for one in discover(self.save_path) if one.folder.name not in (newest, best)]
+        doomed = [folder for folder in found if folder.name == INTERRUPTED]
+        if self._keep_last is not None:
+            others = [folder for folder in found if folder.name != INTERRUPTED]
+            doomed += others[: max(0, len(others) - (self._keep_last - 1))]
+        for folder in doomed:
+            shutil.rmtree(folder)
+
+
+def link(save_path: Path, name: str, target: str) -> None:
+    """Point `save_path/name` at the folder `target` beside it, in one rename; a copy where links are not to be had."""
+    place, temporary = save_path / name, save_path / f".{name}.{os.getpid()}.tmp"
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.symlink_to(target, target_is_directory=True)
+        os.replace(temporary, place)
+    except OSError:
+        with whole_folder(place) as folder:
+            shutil.copytree(save_path / target, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(STATE))
+
+
+def remove_all(save_path: Path) -> list[str]:
+    """Remove the checkpoints and links of an earlier run; returns their names."""
+    gone = []
+    for one in discover(save_path):
+        shutil.rmtree(one.folder)
+        gone.append(one.folder.name)
+    for name in (BEST, LAST):
+        place = save_path / name
+        if place.is_symlink():
+            place.unlink()
+        elif place.is_dir():
+            shutil.rmtree(place)
+    return gone
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: missing, damaged or cut short ({error}); remove its checkpoint folder to go on from an older one"
+        ) from None

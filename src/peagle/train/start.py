@@ -1,0 +1,310 @@
+"""A drafter before its first step: the verifier's embedding, head and final norm, `mask_hidden` like a real state, and
+random layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter, rotate
+from peagle.errors import VerifierError
+from peagle.train.batches import generator
+from peagle.train.sources import Rows
+from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.weights import TensorFiles, VerifierHead
+
+# Positions from which the mean and spread of verifier states are taken: their error is then below one percent.
+_NUM_POSITIONS = 16_384
+# An unused embedding row may be zeros, at which the norm behind it has no useful gradient.
+_TINY_ROW = 0.1
+
+
+def initialise(
+    config: DrafterConfig,
+    embedding: Tensor,
+    head: VerifierHead,
+    draft_ids: Tensor | None,
+    rows: Rows,
+    seed: int,
+) -> Drafter:
+    """Make a new drafter in float32 on the CPU.
+
+    Args:
+        config: its shape.
+        embedding: the verifier's, its scale folded in, [vocab_size, hidden_size].
+        head: the verifier's whole head. Its scale is folded into the drafter's.
+        draft_ids: verifier ids of the draft vocabulary, ascending, int64, [draft_vocab_size]; None if not pruned.
+        rows: real states, for the scale of `mask_hidden`.
+        seed: of the random weights and of the noise.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = Drafter(config)
+    with torch.no_grad():
+        drafter.embed_tokens.weight.copy_(embedding)
+        drafter.norm.weight.copy_(head.norm_weight)
+        weight = head.weight if draft_ids is None else head.restricted(draft_ids).weight
+        drafter.lm_head.weight.copy_(weight.float() * head.logit_scale)
+        if draft_ids is not None:
+            drafter.d2t.copy_(draft_ids - torch.arange(draft_ids.numel()))
+            drafter.t2d.zero_()
+            drafter.t2d[draft_ids] = True
+        if drafter.mask_hidden is not None:
+            drafter.mask_hidden.copy_(mask_hidden(rows, seed).view_as(drafter.mask_hidden))
+            _wake_row(drafter.embed_tokens.weight, config.mask_token_id or 0, seed)
+    return drafter
+
+
+def mask_hidden(rows: Rows, seed: int) -> Tensor:
+    """A start for `mask_hidden` that looks like a real state: their mean, and noise of their spread, by dimension.
+
+    Args:
+        rows: where states are; those of the smallest ids' hash are read until there are enough positions.
+        seed: of the noise.
+
+    Returns:
+        float32, [num_aux_layers * hidden_size].
+    """
+    count, total, squares = 0, torch.zeros(()), torch.zeros(())
+    for row_id in rows.extents():
+        states = rows.read(row_id).aux_states.double()
+        count, total, squares = count + states.shape[0], total + states.sum(0), squares + states.square().sum(0)
+        if count >= _NUM_POSITIONS:
+            break
+    mean = total / count
+    spread = (squares / count - mean.square()).clamp(min=0).sqrt()
+    noise = torch.randn(mean.shape, generator=generator("mask_hidden", seed), dtype=torch.float64)
+    return (mean + spread * noise).float()
+
+
+def _wake_row(embedding: Tensor, row: int, seed: int) -> None:
+    """Give the mask token's row the scale of the others if it has (almost) none, as rows that no token uses may."""
+    scale = embedding.square().mean(1).sqrt()
+    usual = scale.median()
+    if scale[row] < _TINY_ROW * usual:
+        noise = torch.randn(embedding.shape[1], generator=generator("mask_token", seed))
+        embedding[row] = noise.to(embedding.dtype) * usual
+
+
+# ---- A head start: the drafter's layers begin as the verifier's last ones, and `fc` lets the verifier's own state
+# through.
+
+
+# Families whose layers are a drafter's own kind: same tensors, same norms, no biases, one dense MLP.
+SAME_LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
+_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+# Shares of the last and the last but one auxiliary state in what `fc` passes on at first; the rest is small noise.
+_LAST, _BEFORE, _NOISE = 0.7, 0.3, 0.2
+
+
+def start_from_verifier(drafter: Drafter, facts: VerifierFacts) -> str | None:
+    """Copy the verifier's last layers into a new drafter, in place.
+
+    Layer 0 reads [embedding, state]: the state's half takes the verifier's projections, the embedding's half stays
+    random.
+
+    Args:
+        drafter: new, float32, on the CPU.
+        facts: of its verifier.
+
+    Returns:
+        None if done; else why not, in a few words, and nothing is changed.
+    """
+    config = drafter.config
+    if SAME_LAYERS.get(facts.model_type) != config.layer_type or config.attention_bias:
+        return f"{facts.model_type} layers are of another kind than the drafter's ({config.layer_type})"
+    if facts.quantization is not None:
+        return f"the verifier is quantised ({facts.quantization})"
+    if config.num_layers > facts.num_layers:
+        return f"the verifier has {facts.num_layers} layers only"
+    try:
+        found = _layers(drafter, facts)
+    except VerifierError as error:
+        return str(error)
+    if isinstance(found, str):
+        return found
+    hidden = config.hidden_size
+    with torch.no_grad():
+        own = drafter.state_dict()
+        for name, weight in found.items():
+            target = own[name]
+            if target.shape == weight.shape:
+                target.copy_(weight)
+            else:
+                target[:, hidden:].copy_(weight)
+        drafter.fc.weight.mul_(_NOISE)
+        passed = torch.eye(hidden)
+        drafter.fc.weight[:, -hidden:].add_(passed * (_LAST if len(config.aux_layer_ids) > 1 else 1.0))
+        if len(config.aux_layer_ids) > 1:
+            drafter.fc.weight[:, -2 * hidden : -hidden].add_(passed * _BEFORE)
+    return None
+
+
+def _layers(drafter: Drafter, facts: VerifierFacts) -> dict[str, Tensor] | str:
+    """The verifier's tensors under the drafter's names, or what does not fit."""
+    files = TensorFiles.open(facts.name_or_path)
+    first = facts.num_layers - drafter.config.num_layers
+    prefix = next((p for p in _PREFIXES if f"{p}layers.{first}.input_layernorm.weight" in files.names), None)
+    if prefix is None:
+        return "no tensors under the usual layer names"
+    found: dict[str, Tensor] = {}
+    for name, target in drafter.state_dict().items():
+        if not name.startswith("layers."):
+            continue
+        _, index, leaf = name.split(".", 2)
+        is_first = index == "0"
+        if is_first and leaf == "input_layernorm.weight":
+            continue  # of the embedding; the state's norm is `hidden_norm`
+        theirs = "input_layernorm.weight" if is_first and leaf == "hidden_norm.weight" else leaf
+        source = f"{prefix}layers.{first + int(index)}.{theirs}"
+        if source not in files.names:
+            return f"no tensor {source}"
+        weight = files.read(source).float()
+        halves = is_first and weight.dim() == 2 and target.shape == (weight.shape[0], 2 * weight.shape[1])
+        if weight.shape != target.shape and not halves:
+            return f"{source} is {list(weight.shape)}, the drafter's is {list(target.shape)}"
+        found[name] = weight
+    return found
+
+
+# ---- A head start, continued: layer 0 and `fc` fitted so that the verifier's layers meet the states they were made
+# for.
+
+
+# Positions to fit on for each input of the widest solve, and the most of them: they are held in memory, as stored.
+_POSITIONS_PER_INPUT, _MOST_POSITIONS = 24, 65_536
+# Share of an input's mean square that is added to each.
+_RIDGE = 1e-3
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A row's pair slots."""
+
+    pair_ids: Tensor
+    """x_{i+1}, int64, [num_pairs]."""
+    aux_states: Tensor
+    """g_i of one position more than there are pair slots, [num_pairs + 1, aux_size]."""
+
+
+def fit_first_layer(drafter: Drafter, rows: Rows, first_layer: int) -> int:
+    """Fit `fc` and layer 0's projections, in place.
+
+    Args:
+        drafter: float32, on the CPU, its layers the verifier's from `first_layer` on.
+        rows: real states; those of the first rows are read until there are enough positions.
+        first_layer: the verifier's layer that layer 0 came from.
+
+    Returns:
+        Positions that were fitted on.
+    """
+    ids = drafter.config.aux_layer_ids
+    # The stream that the first copied layer reads, or of the nearest layer whose stream is known.
+    place = min(range(len(ids)), key=lambda k: abs(ids[k] - first_layer))
+    documents = _read(rows, positions_wanted(drafter.config))
+    with torch.no_grad():
+        _fit(drafter, documents, place)
+    return sum(len(one.pair_ids) for one in documents)
+
+
+def positions_wanted(config: DrafterConfig) -> int:
+    """How many positions the fit asks for."""
+    return min(_POSITIONS_PER_INPUT * config.aux_size, _MOST_POSITIONS)
+
+
+def _read(rows: Rows, num_positions: int) -> list[_Document]:
+    documents, count = [], 0
+    for row_id in rows.extents():
+        stored = rows.read(row_id)
+        states = stored.aux_states
+        pair_ids = torch.tensor(stored.row.input_ids[1 : len(states)], dtype=torch.int64)
+        documents.append(_Document(pair_ids, states[: len(pair_ids) + 1]))
+        count += len(pair_ids)
+        if count >= num_positions:
+            break
+    return documents
+
+
+def _fit(drafter: Drafter, documents: list[_Document], place: int) -> None:
+    hidden = drafter.config.hidden_size
+    layer = drafter.decoder()[0]
+    attention = layer.self_attn
+    own = [getattr(attention, name).weight[:, -hidden:].clone() for name in _PROJECTIONS]
+    own_output = attention.o_proj.weight.clone()
+
+    def wanted(one: _Document) -> Tensor:
+        return one.aux_states[1:, place * hidden : (place + 1) * hidden].float()
+
+    def read(one: _Document) -> tuple[Tensor, Tensor]:
+        states = one.aux_states[:-1].float()
+        return layer.enter(*drafter.embed_pairs(one.pair_ids, states))
+
+    solve = _Solve()
+    for one in documents:
+        states, share = one.aux_states[:-1].float(), _share(wanted(one))
+        states = states if drafter.input_norm is None else drafter.input_norm(states)
+        solve.add(states * share, wanted(one) * share)
+    drafter.fc.weight.copy_(solve.weight())
+
+    solve = _Solve()
+    for one in documents:
+        solve.add(read(one)[0], layer.hidden_norm(wanted(one)))
+    lift = solve.weight()
+    for name, weight in zip(_PROJECTIONS, own):
+        getattr(attention, name).weight.copy_(weight @ lift)
+
+    solve = _Solve()
+    fitted = [getattr(attention, name).weight for name in _PROJECTIONS]
+    for one in documents:
+        entered, residual = read(one)
+        state, share = wanted(one), _share(wanted(one))
+        attended = _attended(drafter, entered, fitted)
+        right = state + _attended(drafter, layer.hidden_norm(state), own) @ own_output.T
+        solve.add(attended * share, (right - residual - attended @ own_output.T) * share)
+    attention.o_proj.weight.add_(solve.weight())
+
+
+class _Solve:
+    """Least squares with a small ridge, from sums: W of least |x W' - y|^2 over all rows (x, y) added."""
+
+    def __init__(self) -> None:
+        self._gram: Tensor | None = None
+        self._cross: Tensor | None = None
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add rows: [num_rows, num_inputs] and [num_rows, num_outputs]."""
+        if self._gram is None or self._cross is None:
+            self._gram, self._cross = x.T @ x, x.T @ y
+        else:
+            self._gram.addmm_(x.T, x)
+            self._cross.addmm_(x.T, y)
+
+    def weight(self) -> Tensor:
+        """[num_outputs, num_inputs], float32."""
+        assert self._gram is not None
+        assert self._cross is not None
+        gram = self._gram.double()
+        gram.diagonal().add_(_RIDGE * gram.diagonal().mean() + 1e-12)
+        return torch.linalg.solve(gram, self._cross.double()).T.float()
+
+
+def _share(states: Tensor) -> Tensor:
+    """Weight of each position: errors count relative to the state's size, so that a few huge states do not decide."""
+    return states.square().mean(-1, keepdim=True).clamp(min=1e-12).rsqrt()
+
+
+def _attended(drafter: Drafter, entered: Tensor, projections: list[Tensor]) -> Tensor:
+    """Causal attention of layer 0 over one document: [num_pairs, input] -> [num_pairs, num_heads * head_dim]."""
+    attention = drafter.decoder()[0].self_attn
+    q, k, v = ((entered @ weight.T).unflatten(-1, (-1, attention.head_dim)) for weight in projections)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    cos, sin = drafter.rotary(torch.arange(len(entered)), entered.dtype)
+    q, k, v = (one.transpose(0, 1) for one in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    found = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return found.transpose(0, 1).flatten(1)

@@ -1,0 +1,178 @@
+"""Hidden states from vLLM inside this process: no server, no port, the same connector and the same files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+from peagle.data.records import TokenRow
+from peagle.errors import ConfigError, DiskError, VerifierError
+from peagle.files import is_disk_full
+from peagle.verifier.model_config import VerifierFacts, first_line
+from peagle.verifier.source import RowRefused, RowStates
+from peagle.vllm.launch import PLUGIN_FOLDER, extraction_arguments, plugin_environment
+from peagle.vllm.states import GREEDY, StatesFolder, WriteFailedError, connector_facts, difference, split_layers
+from peagle.vllm.support import detour_arguments, find_engine
+
+logger = logging.getLogger(__name__)
+
+_UNDER_WAY = 64  # bounds the files that wait while a shard is written
+_FILE_WAIT_S = 120.0
+_CHECKED_EVERY = 50
+_LONGEST_CHECKED = 4096
+
+
+class InProcessSource:
+    """A `StateSource` over a vLLM engine of its own.
+
+    Args:
+        facts: the verifier.
+        aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
+        dtype: what the engine computes in ("auto", "float32", "bfloat16", "float16").
+        folder: through which the engine hands its files over; a memory disk is fastest.
+        store: identity of the result (its output path), for naming files.
+        check_all_positions: see `vllm_endpoint.EndpointSource`.
+        vllm_arguments: vLLM's own flags (--tensor-parallel-size 2 ...).
+
+    Raises:
+        ConfigError: vLLM is not installed here, or a flag that it does not know.
+        VerifierError: the engine does not start.
+    """
+
+    def __init__(
+        self,
+        facts: VerifierFacts,
+        aux_layer_ids: Sequence[int],
+        dtype: str,
+        folder: Path,
+        store: str,
+        check_all_positions: bool,
+        vllm_arguments: Sequence[str],
+    ) -> None:
+        self._layers = (*aux_layer_ids, facts.num_layers)
+        self._check_all = check_all_positions
+        self._folder = StatesFolder(folder, store)
+        self._numbers = itertools.count()
+        self._closed = False
+        self._engine = _start_engine(facts, self._layers, dtype, self._folder.path, vllm_arguments)
+        self._max_tokens = int(self._engine.model_config.max_model_len) - 1
+        self._folder.sweep()
+
+    @property
+    def max_tokens(self) -> int:
+        """The engine's limit, less the one token that each request generates."""
+        return self._max_tokens
+
+    def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates | RowRefused]:
+        """See `StateSource`."""
+        source = (row for row in rows if row.row_id in wanted)
+        under_way: dict[str, TokenRow] = {}
+        asked = 0
+        while True:
+            while len(under_way) < _UNDER_WAY and (row := next(source, None)) is not None:
+                name = self._folder.name(next(self._numbers))
+                checked = asked == 0 or (self._check_all and asked % _CHECKED_EVERY == 0)
+                try:
+                    self._ask(name, row, checked and len(row.input_ids) <= _LONGEST_CHECKED)
+                except ValueError as error:  # vLLM's own check of a prompt
+                    yield RowRefused(row.row_id, "refused by vLLM", first_line(error))
+                else:
+                    under_way[name] = row
+                asked += 1
+            if not under_way:
+                return
+            for output in self._engine.step():
+                if output.finished and (row := under_way.pop(output.request_id, None)) is not None:
+                    yield self._result(row, output)
+
+    def close(self) -> None:
+        """Stop the engine, remove this store's files."""
+        if not self._closed:
+            self._closed = True
+            core = getattr(self._engine, "engine_core", None)
+            if core is not None:
+                core.shutdown()
+            self._folder.sweep()
+
+    def _ask(self, name: str, row: TokenRow, checked: bool) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            max_tokens=1,
+            **GREEDY,
+            prompt_logprobs=1 if checked else None,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"hidden_states_name": name}},
+        )
+        self._engine.add_request(name, {"type": "token", "prompt_token_ids": row.input_ids}, parameters)
+
+    def _result(self, row: TokenRow, output: Any) -> RowStates | RowRefused:
+        facts = connector_facts(output.kv_transfer_params, "vLLM")
+        try:
+            found = self._folder.read(output.request_id, _FILE_WAIT_S)
+        except WriteFailedError as error:
+            if is_disk_full(error):
+                raise DiskError(f"{self._folder.path}: {error}; free some space and run again") from None
+            raise
+        if found.token_ids != row.input_ids:
+            return RowRefused(row.row_id, "the engine read other ids", difference(row.input_ids, found.token_ids))
+        if found.hidden_states.shape[0] != len(row.input_ids):
+            detail = f"{found.hidden_states.shape[0]} states for {len(row.input_ids)} ids"
+            return RowRefused(row.row_id, "states and ids differ in number", detail)
+        aux, last = split_layers(found.hidden_states, [facts["layer_ids"].index(i) for i in self._layers])
+        positions, ids = _choices(output, len(row.input_ids))
+        return RowStates(row.row_id, found.token_ids, aux, last, positions, ids)
+
+
+def _start_engine(
+    facts: VerifierFacts, layers: Sequence[int], dtype: str, folder: Path, vllm_arguments: Sequence[str]
+) -> Any:
+    engine = find_engine(None)
+    os.environ.update(plugin_environment())  # for the processes that the engine starts
+    if str(PLUGIN_FOLDER) not in sys.path:
+        sys.path.insert(0, str(PLUGIN_FOLDER))
+    folder.mkdir(parents=True, exist_ok=True)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False, exit_on_error=False))
+    detour = [] if "--hf-overrides" in vllm_arguments else detour_arguments(engine, facts.architectures)
+    arguments = ["--model", facts.name_or_path, "--dtype", dtype, *detour, *vllm_arguments]
+    if facts.trust_remote_code:
+        arguments.append("--trust-remote-code")
+    for key, value in extraction_arguments(layers, folder, 2, 1 << 30).items():
+        arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
+    try:
+        parsed, unknown = parser.parse_known_args(arguments)
+    except (SystemExit, Exception) as error:  # argparse's own errors, whichever kind this version raises
+        raise ConfigError(f"vLLM does not take these arguments: {first_line(error)}") from None
+    if unknown:
+        raise ConfigError(f"vLLM does not know {unknown[0]}")
+    try:
+        return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
+    except (RuntimeError, ValueError, OSError) as error:
+        name = facts.name_or_path
+        raise VerifierError(f"{name}: vLLM {engine.version} does not start: {first_line(error)}") from error
+
+
+def _choices(output: Any, num_tokens: int) -> tuple[list[int], list[int]]:
+    """Positions and the verifier's own next tokens there."""
+    positions: list[int] = []
+    ids: list[int] = []
+    for index, entry in enumerate(output.prompt_logprobs or []):
+        top = [int(token) for token, value in (entry or {}).items() if value.rank == 1]
+        if top:
+            positions.append(index - 1)
+            ids.append(top[0])
+    if output.outputs and output.outputs[0].token_ids:
+        positions.append(num_tokens - 1)
+        ids.append(int(output.outputs[0].token_ids[0]))
+    return positions, ids

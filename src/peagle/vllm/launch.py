@@ -1,0 +1,276 @@
+"""`peagle launch-vllm`: a vLLM server that hands out hidden states, started with the settings that this needs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from peagle.errors import ConfigError, EndpointError
+from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.vllm.config import LaunchConfig
+from peagle.vllm.states import IN_FLIGHT
+from peagle.vllm.support import Engine, detour_arguments, find_engine
+
+logger = logging.getLogger(__name__)
+
+PLUGIN_FOLDER = Path(__file__).parent / "vllm_plugin"
+"""Goes on the server's PYTHONPATH; holds the connector and nothing else."""
+CONNECTOR, CONNECTOR_MODULE = "PeagleHiddenStates", "peagle_vllm_connector"
+_STOP_WAIT_S = 30.0
+_PR_SET_PDEATHSIG = 1
+_OURS = ("--speculative-config", "--kv-transfer-config", "--spec-method", "--spec-model", "--spec-tokens")
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """A command and the environment variables that it needs beyond the caller's."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        variables = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.arguments)])
+
+    def full_environment(self) -> dict[str, str]:
+        """The caller's environment with these added."""
+        return {**os.environ, **self.environment}
+
+
+def extraction_arguments(layer_ids: Sequence[int], folder: Path, num_threads: int, max_bytes: int) -> dict[str, Any]:
+    """vLLM's `speculative_config` and `kv_transfer_config` for hidden states, for a server or for `LLM`.
+
+    Args:
+        layer_ids: ascending; the number of layers stands for the state before the final norm.
+        folder: where files appear.
+        num_threads, max_bytes: see `LaunchConfig`.
+    """
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "folder": str(folder),
+                "num_writer_threads": num_threads,
+                "max_queued_bytes": max_bytes,
+            },
+        },
+    }
+
+
+def plugin_environment() -> dict[str, str]:
+    """Variables that every vLLM process needs: to find the connector, and to run the model runner with the method."""
+    already = os.environ.get("PYTHONPATH", "")
+    path = str(PLUGIN_FOLDER) + (os.pathsep + already if already else "")
+    return {"PYTHONPATH": path, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def served_layer_ids(facts: VerifierFacts, asked: Sequence[int]) -> tuple[int, ...]:
+    """The layers a server must hand out: the auxiliary ones and the last, ascending."""
+    aux = resolve_aux_layer_ids(facts.num_layers, [i for i in asked if i != facts.num_layers] if asked else None)
+    return (*aux, facts.num_layers)
+
+
+def launch_command(config: LaunchConfig, facts: VerifierFacts, engine: Engine) -> ServerCommand:
+    """The command that serves hidden states.
+
+    Raises:
+        ConfigError: an argument after `--` that this command sets itself, or that cannot work with it.
+    """
+    extra = config.extra_args
+    for flag in _OURS:
+        if option(extra, flag) is not None:
+            raise ConfigError(f"{flag}: launch-vllm sets this itself; leave it out")
+    if int(option(extra, "--pipeline-parallel-size", "-pp") or 1) > 1:
+        raise ConfigError("--pipeline-parallel-size: hidden states need it to be 1; use tensor or data parallelism")
+    folder = (config.hidden_states_path / IN_FLIGHT).absolute()
+    settings = extraction_arguments(
+        served_layer_ids(facts, config.target_layer_ids), folder, config.num_writer_threads, config.max_queued_bytes
+    )
+    arguments = [engine.python, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
+    for key, value in settings.items():
+        arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
+    if option(extra, "--hf-overrides") is None and option(extra, "--model-impl") is None:
+        arguments += detour_arguments(engine, facts.architectures)
+    return ServerCommand((*arguments, *address_arguments(extra), *extra), plugin_environment())
+
+
+def launch(config: LaunchConfig) -> int:
+    """Start the server, wait until it is ready, say where it listens, and stop it cleanly at the end.
+
+    Returns:
+        The server's exit status; 0 when it was stopped by a signal to this process.
+
+    Raises:
+        ConfigError: no vLLM, or settings that cannot work.
+        EndpointError: the server ended before it was ready, or was not ready in time.
+    """
+    engine = find_engine(config.vllm_python)
+    facts = load_facts(config.model, option(config.extra_args, "--trust-remote-code") is not None)
+    command = launch_command(config, facts, engine)
+    if config.dry_run:
+        print(command)
+        return 0
+    config.hidden_states_path.mkdir(parents=True, exist_ok=True)
+    url = server_url(config.extra_args)
+    logger.info("vLLM %s: %s", engine.version, command)
+    process = start(command, None)
+    with stopping(process):
+        wait_ready(process, url, config.ready_timeout_s)
+        layers = served_layer_ids(facts, config.target_layer_ids)
+        logger.info("ready: %s/v1 serves %s with hidden states of layers %s", url, config.model, list(layers))
+        logger.info("next: peagle extract --endpoint %s/v1 --hidden-states-path %s ...", url, config.hidden_states_path)
+        return process.wait()
+    return 0  # stopped by a signal
+
+
+def start(command: ServerCommand, output: Any) -> subprocess.Popen[bytes]:
+    """Start a server in a process group of its own, so that all its processes can be stopped together.
+
+    Args:
+        command: what to run.
+        output: file for stdout and stderr; None leaves them on this process's.
+    """
+    try:
+        return subprocess.Popen(
+            command.arguments,
+            env=command.full_environment(),
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+        )
+    except OSError as error:
+        raise ConfigError(f"{command.arguments[0]}: cannot be run ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def stopping(process: subprocess.Popen[bytes]) -> Any:
+    """Stop a server however the block ends; SIGTERM to this process ends it as Ctrl-C does."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    in_main_thread = True
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        in_main_thread = False
+    try:
+        yield
+    except KeyboardInterrupt:
+        logger.info("stopping vLLM")
+    finally:
+        stop(process)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask a server to stop, with its whole process group; kill what has not gone after 30 s."""
+    for signum, wait_s in ((signal.SIGTERM, _STOP_WAIT_S), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signum)
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+            if not _group_lives(process.pid):
+                return
+            time.sleep(0.1)
+
+
+def wait_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> None:
+    """Wait until a server answers its health check.
+
+    Raises:
+        EndpointError: it ended first, or time ran out.
+    """
+    started_s = time.monotonic()
+    with httpx.Client(timeout=5.0, trust_env=False) as http:
+        while True:
+            status = process.poll()
+            if status is not None:
+                raise EndpointError(f"vLLM ended with status {status} before it was ready; its own lines above say why")
+            with contextlib.suppress(httpx.HTTPError):
+                if http.get(f"{url}/health").status_code == 200:
+                    return
+            if time.monotonic() - started_s > timeout_s:
+                raise EndpointError(
+                    f"vLLM was not ready within {timeout_s:g} s; raise --ready-timeout-s if it still loads"
+                )
+            time.sleep(0.5)
+
+
+def option(arguments: Sequence[str], *names: str) -> str | None:
+    """The value of a flag among vLLM's arguments (`--port 1`, `--port=1`); "" if it has none, None if absent."""
+    for index, argument in enumerate(arguments):
+        key, has_value, value = argument.partition("=")
+        if key.replace("_", "-") in names:
+            if has_value:
+                return value
+            following = arguments[index + 1] if index + 1 < len(arguments) else ""
+            return "" if following.startswith("--") else following
+    return None
+
+
+def address_arguments(extra: Sequence[str]) -> list[str]:
+    """Address flags that the user left out: the loopback interface only, port 8000."""
+    found = []
+    if option(extra, "--host") is None:
+        found += ["--host", "127.0.0.1"]
+    if option(extra, "--port") is None:
+        found += ["--port", "8000"]
+    return found
+
+
+def server_url(extra: Sequence[str]) -> str:
+    """Where the server will listen, as seen from this machine."""
+    host = option(extra, "--host") or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    scheme = "https" if option(extra, "--ssl-keyfile") else "http"
+    return f"{scheme}://{host}:{option(extra, '--port') or 8000}"
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _end_with_parent() -> None:
+    """Have the kernel stop this process when its parent is gone, however that came: a server must not stay behind."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def exec_server(command: ServerCommand) -> None:
+    """Become the server: signals, output and exit status are then its own. Does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command.arguments[0], list(command.arguments), command.full_environment())

@@ -1,0 +1,454 @@
+"""Hidden states from served verifiers (`peagle launch-vllm`): many rows at once, each tied to its own ids.
+
+Rows go as token ids, never as text, so no template or special token can creep in; what the server read comes back in
+the file and is compared. A file holds as many states as ids, or it is asked for again. Files are deleted as they are
+read, and those of a killed run of the same store are swept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from peagle.data.records import TokenRow
+from peagle.errors import DiskError, EndpointError
+from peagle.files import is_disk_full
+from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.source import RowRefused, RowStates
+from peagle.vllm.client import (
+    Answer,
+    Endpoint,
+    EndpointPool,
+    RetryPolicy,
+    RowRefusedError,
+    ServedModel,
+    in_parallel,
+    is_same_model,
+)
+
+logger = logging.getLogger(__name__)
+
+MISMATCHES_THAT_STOP = 3
+"""Rows in a row that the server read otherwise than they were sent."""
+REFUSALS_THAT_STOP = 20
+"""Rows in a row that the server refused."""
+_PROBE_IDS = [0, 1, 0]
+_PROBE_WAIT_S, _FILE_WAIT_S, _LEFTOVER_WAIT_S = 15.0, 60.0, 2.0
+_CHECKED_EVERY = 50
+_LONGEST_CHECKED = 4096  # the server holds [num_tokens, vocab_size] log-probabilities for a row that is checked
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    """Where states come from, and how insistently."""
+
+    urls: tuple[str, ...]
+    api_key: str | None
+    model: str | None
+    """Name under which the verifier is served, if not its own; None: its own."""
+    concurrency: int
+    """Requests under way at once, over all endpoints."""
+    policy: RetryPolicy
+    hidden_states_path: Path
+    """As given to `launch-vllm`, as this machine sees it."""
+
+
+class EndpointSource:
+    """A `StateSource` over one or several servers of the same verifier.
+
+    Args:
+        facts: the verifier that the rows were prepared for.
+        aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
+        dtype: "float32", "bfloat16" or "float16": what is to be stored; a server must not compute in less.
+        settings: see `EndpointSettings`.
+        store: identity of the result (its output path), for naming files.
+        check_all_positions: compare a sample of rows at every position with the server's prompt log-probabilities
+            (`--validate-outputs`). The first row always is, and the last position of every row.
+
+    Raises:
+        EndpointError: unreachable, not ready, another model, no connector, other layers, or a folder not shared.
+    """
+
+    def __init__(
+        self,
+        facts: VerifierFacts,
+        aux_layer_ids: Sequence[int],
+        dtype: str,
+        settings: EndpointSettings,
+        store: str,
+        check_all_positions: bool,
+    ) -> None:
+        self._facts, self._dtype, self._settings = facts, dtype, settings
+        self._wanted_layers = (*aux_layer_ids, facts.num_layers)
+        self._check_all = check_all_positions
+        self._folder = StatesFolder(settings.hidden_states_path, store)
+        self._numbers = itertools.count()
+        endpoints = [Endpoint(url, settings.api_key, settings.policy, settings.concurrency) for url in settings.urls]
+        self._pool = EndpointPool(endpoints, settings.policy)
+        self._refused_in_a_row = self._mismatched_in_a_row = 0
+        try:
+            limits = [self._connect(endpoint) for endpoint in endpoints]
+        except BaseException:
+            self.close()
+            raise
+        self._max_tokens = min(limits)
+        if swept := self._folder.sweep():
+            logger.info("removed %d files that an earlier run had left", swept)
+
+    @property
+    def max_tokens(self) -> int:
+        """The servers' limit, less the one token that each request generates."""
+        return self._max_tokens
+
+    @property
+    def num_retries(self) -> int:
+        """Requests that had to be sent again."""
+        return self._pool.num_retries
+
+    def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates | RowRefused]:
+        """See `StateSource`. At most `concurrency` rows are held at once, so memory is bounded by it."""
+        source = (row for row in rows if row.row_id in wanted)
+        jobs = (
+            functools.partial(self._row, row, number == 0 or (self._check_all and number % _CHECKED_EVERY == 0))
+            for number, row in enumerate(source)
+        )
+        # When it ends early, requests under way are dropped, and the server removes their files.
+        for result in in_parallel(jobs, self._settings.concurrency, self._pool.close):
+            self._watch(result)
+            yield result
+
+    def fetch(self, row: TokenRow) -> RowStates | RowRefused:
+        """One row, from any thread: for callers that keep their own requests under way (online training).
+
+        Raises:
+            EndpointError: the servers are gone for too long, or the fault is plainly not in single rows.
+        """
+        if len(row.input_ids) > self.max_tokens:
+            return RowRefused(row.row_id, "longer than the servers take", f"{len(row.input_ids)} > {self.max_tokens}")
+        result = self._row(row, False)
+        self._watch(result)
+        return result
+
+    def close(self) -> None:
+        """Drop connections, remove this store's files."""
+        self._pool.close()
+        self._folder.sweep()
+
+    def _connect(self, endpoint: Endpoint) -> int:
+        """Check one server by a tiny request; returns the longest row that it takes."""
+        served = endpoint.model(self._settings.model)
+        name = self._folder.name(next(self._numbers))
+        probe = EndpointPool([endpoint], self._settings.policy)
+        answer = probe.post("/v1/completions", states_request(_PROBE_IDS, name, False))
+        facts = connector_facts(answer.body.get("kv_transfer_params"), answer.url)
+        try:
+            self._check_server(endpoint, served, facts)
+        except EndpointError:
+            with contextlib.suppress(EndpointError):  # its file may still be on its way: leave none behind
+                self._folder.read(name, _LEFTOVER_WAIT_S)
+            raise
+        try:
+            self._folder.read(name, _PROBE_WAIT_S)
+        except MissingFileError:
+            raise EndpointError(
+                f"{endpoint.root_url}: its files are not seen here. It writes {facts.get('hidden_states_path')}, "
+                f"this machine looks in {self._folder.path}; both must see one folder (--hidden-states-path)"
+            ) from None
+        limit = facts.get("max_model_len") or served.max_model_len or self._facts.max_position_embeddings
+        return int(limit) - 1
+
+    def _check_server(self, endpoint: Endpoint, served: ServedModel, facts: dict[str, Any]) -> None:
+        where = endpoint.root_url
+        self._layer_order(facts, where)
+        for key in ("num_layers", "hidden_size", "vocab_size"):
+            mine, its = getattr(self._facts, key), facts.get(key)
+            if its is not None and int(its) != mine:
+                raise EndpointError(
+                    f"{where}: serves another model, {served.root}, whose {key} is {its}; "
+                    f"{self._facts.name_or_path} has {mine}"
+                )
+        its_dtype = str(facts.get("dtype", self._dtype))
+        if its_dtype not in (self._dtype, "float32"):
+            raise EndpointError(
+                f"{where}: computes in {its_dtype}, wanted is {self._dtype}; start it with `-- --dtype {self._dtype}`, "
+                f"or extract with --dtype {its_dtype}"
+            )
+        if self._settings.model is None and not is_same_model(
+            self._facts.name_or_path, (served.name, served.root, str(facts.get("model", "")))
+        ):
+            raise EndpointError(
+                f"{where}: serves {served.root}, but the rows are for {self._facts.name_or_path}; if these are the "
+                f"same weights, say so with --served-model-name {served.name}"
+            )
+
+    def _row(self, row: TokenRow, checked: bool) -> RowStates | RowRefused:
+        """Ask for one row until it is right, within bounds."""
+        checked = checked and len(row.input_ids) <= _LONGEST_CHECKED
+        trouble: EndpointError | None = None
+        for attempt in range(self._settings.policy.max_retries + 1):
+            if trouble is not None:
+                logger.debug("row %s, try %d failed: %s", row.row_id, attempt, trouble)
+                self._pool.count_retry()
+            name = self._folder.name(next(self._numbers))
+            try:
+                answer = self._pool.post("/v1/completions", states_request(row.input_ids, name, checked))
+            except RowRefusedError as error:
+                return RowRefused(row.row_id, "refused by the server", str(error))
+            facts = connector_facts(answer.body.get("kv_transfer_params"), answer.url)
+            try:
+                found = self._folder.read(name, _FILE_WAIT_S)
+            except WriteFailedError as error:
+                if is_disk_full(error):
+                    raise DiskError(f"{self._folder.path}: {error}; free some space and run again") from None
+                trouble = error
+                continue
+            except MissingFileError as error:
+                reason = (facts.get("failed_writes") or {}).get(name)
+                trouble = WriteFailedError(f"{error}: {reason}") if reason else error
+                continue
+            if found.token_ids != row.input_ids:
+                return RowRefused(row.row_id, "the server read other ids", difference(row.input_ids, found.token_ids))
+            if found.hidden_states.shape[0] == len(row.input_ids):
+                return self._result(row, answer, facts, found)
+            trouble = _RowsError(f"{found.hidden_states.shape[0]} states for {len(row.input_ids)} ids")
+        if isinstance(trouble, _RowsError):
+            return RowRefused(row.row_id, "states and ids differ in number", str(trouble))
+        raise trouble or EndpointError(f"row {row.row_id}: no states")
+
+    def _layer_order(self, facts: dict[str, Any], where: str) -> list[int]:
+        """Places of the wanted layers among those that a server hands out."""
+        has = [int(i) for i in facts["layer_ids"]]
+        if any(i not in has for i in self._wanted_layers):
+            aux = " ".join(str(i) for i in self._wanted_layers[:-1])
+            raise EndpointError(
+                f"{where}: hands out layers {has}, wanted are {list(self._wanted_layers)}; start it with "
+                f"--target-layer-ids {aux}, or extract with its ids"
+            )
+        return [has.index(i) for i in self._wanted_layers]
+
+    def _result(self, row: TokenRow, answer: Answer, facts: dict[str, Any], found: ServedStates) -> RowStates:
+        aux, last = split_layers(found.hidden_states, self._layer_order(facts, answer.url))
+        positions, ids = choices(answer.body, len(row.input_ids))
+        return RowStates(row.row_id, found.token_ids, aux, last, positions, ids)
+
+    def _watch(self, result: RowStates | RowRefused) -> None:
+        """Stop where the fault is plainly not in single rows."""
+        if isinstance(result, RowStates):
+            self._refused_in_a_row = self._mismatched_in_a_row = 0
+            return
+        self._refused_in_a_row += 1
+        self._mismatched_in_a_row += result.reason != "refused by the server"
+        if self._mismatched_in_a_row >= MISMATCHES_THAT_STOP:
+            raise EndpointError(f"row {result.row_id}: {result.detail}; {MISMATCHES_THAT_STOP} rows in a row, stopped")
+        if self._refused_in_a_row >= REFUSALS_THAT_STOP:
+            raise EndpointError(f"row {result.row_id}: {result.detail}; {REFUSALS_THAT_STOP} rows in a row, stopped")
+
+
+class _RowsError(EndpointError):
+    """A file with more or fewer states than ids."""
+
+
+# ---- The client's side of the folder through which a vLLM server hands over hidden states.
+
+
+IN_FLIGHT = "in-flight"
+"""Folder below `--hidden-states-path` that holds only what is under way: that path may be the store's own folder."""
+_FIRST_LOOK_S, _SLOWEST_LOOK_S = 0.002, 0.1
+
+
+class WriteFailedError(EndpointError):
+    """The server could not write a file."""
+
+
+class MissingFileError(EndpointError):
+    """The server answered, but its file did not appear here."""
+
+
+@dataclass(frozen=True)
+class ServedStates:
+    """What one file holds. The tensor may be mapped from a file that is deleted already: copy what is to be kept."""
+
+    hidden_states: Tensor
+    """Ascending layer id, the server's dtype, [num_tokens, num_layers, hidden_size]."""
+    token_ids: list[int]
+
+
+class StatesFolder:
+    """The files of one run in a folder shared with the server.
+
+    Args:
+        hidden_states_path: as given to `peagle launch-vllm --hidden-states-path`, as this machine sees it.
+        store: identity of what is being made (its output path): names of different stores differ, those of an earlier,
+            killed run of the same store are recognized and swept.
+    """
+
+    def __init__(self, hidden_states_path: Path, store: str) -> None:
+        self.path = hidden_states_path / IN_FLIGHT
+        self._store = "pe-" + hashlib.sha256(store.encode()).hexdigest()[:12]
+        self._run = os.urandom(4).hex()
+
+    def name(self, number: int) -> str:
+        """Name for the `number`-th request of this run; never given twice."""
+        return f"{self._store}-{self._run}-{number}"
+
+    def wait(self, name: str, timeout_s: float) -> Path:
+        """Wait for a file to appear whole.
+
+        Raises:
+            WriteFailedError: the server could not write it.
+            MissingFileError: nothing came in time.
+        """
+        path = self.path / f"{name}.safetensors"
+        note = path.with_name(path.name + ".error")
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = _FIRST_LOOK_S
+        while not path.exists():
+            if note.exists():
+                raise WriteFailedError(_reason(note))
+            if time.monotonic() > deadline_s:
+                raise MissingFileError(f"{path}: did not appear within {timeout_s:g} s of the server's answer")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _SLOWEST_LOOK_S)
+        return path
+
+    def read(self, name: str, timeout_s: float) -> ServedStates:
+        """Wait for a file, read it and delete it, whatever comes of it.
+
+        Raises:
+            WriteFailedError, MissingFileError: see `wait`.
+            EndpointError: the file is damaged.
+        """
+        try:
+            path = self.wait(name, timeout_s)
+            tensors = load_file(path)
+            return ServedStates(tensors["hidden_states"], tensors["token_ids"].tolist())
+        except (SafetensorError, KeyError, OSError) as error:
+            raise EndpointError(f"{self.path / name}: damaged file from the server: {error}") from None
+        finally:
+            self.delete(name)
+
+    def delete(self, name: str) -> None:
+        """Remove a file and its note, if there."""
+        path = self.path / f"{name}.safetensors"
+        for entry in (path, path.with_name(path.name + ".error")):
+            try:
+                entry.unlink(missing_ok=True)
+            except OSError as error:
+                raise EndpointError(
+                    f"{entry}: cannot be removed ({error.strerror}); the server's files pile up"
+                ) from None
+
+    def sweep(self) -> int:
+        """Remove every finished file of this store, of this and of earlier runs; returns how many."""
+        removed = 0
+        for entry in self.path.glob(f"{self._store}-*"):
+            with contextlib.suppress(OSError):
+                entry.unlink()
+                removed += 1
+        return removed
+
+
+def _reason(note: Path) -> str:
+    try:
+        text = note.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        text = ""
+    return f"the server could not write hidden states: {text or 'no reason given; is its disk full?'}"
+
+
+# ---- One row's request to vLLM for hidden states, and what comes back, the same for a server and in process.
+
+
+GREEDY: dict[str, float] = {
+    "temperature": 0,
+    # A model's generation_config.json may hold penalties, which the server would apply to its choice.
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def states_request(ids: list[int], name: str, checked: bool) -> dict[str, Any]:
+    """A completion of one token whose prompt's states are stored under `name`."""
+    payload = {
+        "prompt": ids,
+        "max_tokens": 1,
+        **GREEDY,
+        "return_token_ids": True,
+        "kv_transfer_params": {"hidden_states_name": name},
+    }
+    return {**payload, "prompt_logprobs": 1} if checked else payload
+
+
+def connector_facts(facts: Any, where: str) -> dict[str, Any]:
+    """What the connector says in an answer's `kv_transfer_params`.
+
+    Raises:
+        EndpointError: no connector, or its complaint.
+    """
+    if not isinstance(facts, dict) or "layer_ids" not in facts:
+        raise EndpointError(
+            f"{where}: runs without peagle's hidden-states connector; start it with `peagle launch-vllm MODEL "
+            "--hidden-states-path DIR`"
+        )
+    if "hidden_states_error" in facts:
+        raise EndpointError(f"{where}: {facts['hidden_states_error']}")
+    return facts
+
+
+def difference(sent: list[int], read: list[int]) -> str:
+    """Where the ids that a server read part from those that were sent."""
+    first = next((i for i, (a, b) in enumerate(zip(sent, read)) if a != b), min(len(sent), len(read)))
+    return (
+        f"the server read {len(read)} ids, sent were {len(sent)}; first difference at index {first} (sent "
+        f"{sent[first : first + 1]}, read {read[first : first + 1]})"
+    )
+
+
+def split_layers(hidden_states: Tensor, order: list[int]) -> tuple[Tensor, Tensor]:
+    """[num_tokens, num_layers, hidden_size] to (aux_states, last_states), both in memory of their own.
+
+    Args:
+        hidden_states: as served.
+        order: places of the auxiliary layers, ascending layer id, then of the last layer.
+    """
+    aux_places = order[:-1]
+    first = aux_places[0]
+    if aux_places == list(range(first, first + len(aux_places))):
+        aux = hidden_states[:, first : first + len(aux_places)]
+    else:
+        aux = hidden_states[:, aux_places]
+    # One copy each, into memory of their own: what was served may be mapped from a file.
+    return aux.clone(memory_format=torch.contiguous_format).flatten(1), hidden_states[:, order[-1]].clone()
+
+
+def choices(answer: dict[str, Any], num_tokens: int) -> tuple[list[int], list[int]]:
+    """Positions and the verifier's own next tokens there, as far as a completion tells."""
+    choice = answer["choices"][0]
+    positions: list[int] = []
+    ids: list[int] = []
+    for index, entry in enumerate(choice.get("prompt_logprobs") or []):
+        top = [int(token) for token, value in (entry or {}).items() if value.get("rank") == 1]
+        if top:
+            positions.append(index - 1)
+            ids.append(top[0])
+    generated = choice.get("token_ids")
+    if generated:
+        positions.append(num_tokens - 1)
+        ids.append(int(generated[0]))
+    return positions, ids

@@ -1,0 +1,77 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from peagle.data.records import TokenRow
+from peagle.errors import ConfigError, DataError
+from peagle.evaluate.config import EvaluateConfig
+from peagle.evaluate.prompts import by_source, in_turn, read_items, replies, reply_spans
+from tests.fakes import byte_tokenizer
+
+
+def config(**values) -> EvaluateConfig:
+    return EvaluateConfig.build({"checkpoint": "c", "data": ["x.jsonl"], **values})
+
+
+def test_each_reply_with_something_before_it_is_an_item():
+    row = TokenRow("r", "s", list(range(10)), [0, 0, 1, 1, 0, 1, 1, 1, 0, 0], False, 2)
+    first, second = replies(row, config())
+    assert (first.prompt_ids, first.recorded_ids, first.tail_ids, first.limit) == ([0, 1], [2, 3], [], 2)
+    assert (second.prompt_ids, second.recorded_ids, second.tail_ids) == ([0, 1, 2, 3, 4], [5, 6, 7], [8, 9])
+    assert reply_spans([1, 1, 0]) == [(0, 2)]
+    assert replies(TokenRow("r", "s", [1, 2], [1, 1], False, 0), config()) == []
+
+
+def test_what_a_limit_cuts_off_is_the_tail():
+    row = TokenRow("r", "s", list(range(8)), [0, 0, 1, 1, 1, 1, 0, 0], False, 2)
+    (item,) = replies(row, config(max_new_tokens=3))
+    assert (item.recorded_ids, item.tail_ids, item.limit) == ([2, 3, 4], [5, 6, 7], 3)
+    (item,) = replies(row, config(max_new_tokens=9))
+    assert (item.recorded_ids, item.tail_ids, item.limit) == ([2, 3, 4, 5], [6, 7], 9)
+
+
+def test_data_sets_take_turns():
+    assert in_turn(["a", "a", "b", "a", "b"]) == [0, 2, 1, 4, 3]
+    assert by_source([SimpleNamespace(source=s) for s in "aba"]) == {"a": [0, 2], "b": [1]}
+
+
+def test_prompts_come_from_conversations_and_from_rows_on_record(tmp_path):
+    lines = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+        {"id": "t", "input_ids": [3, 4, 5, 6], "loss_mask": [0, 1, 1, 0], "tail_length": 1},
+        {"messages": [{"role": "assistant", "content": "only me"}]},
+    ]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    tokenizer = byte_tokenizer()
+    found = read_items(config(data=[str(path)], max_new_tokens=7), tokenizer, 100)
+    assert found.read == 3
+    prompt, ready = found.items
+    assert tokenizer.decode(prompt.prompt_ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (prompt.recorded_ids, prompt.limit, prompt.source) == (None, 7, "mixed")
+    assert (ready.row_id, ready.prompt_ids, ready.recorded_ids, ready.tail_ids) == ("t", [3], [4, 5], [6])
+    assert sum(found.dropped.values()) == 1
+
+
+def test_a_prompt_beyond_the_verifiers_length_is_dropped_and_a_limit_is_shortened(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"input_ids": [3] * n, "loss_mask": [0] * (n - 4) + [1] * 4} for n in (8, 30)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = read_items(config(data=[str(path)]), byte_tokenizer(), 6)
+    (item,) = found.items
+    assert (item.recorded_ids, item.tail_ids, item.limit) == ([3, 3], [3, 3], 2)
+    assert "longer than the verifier takes" in found.dropped_text
+
+
+def test_settings_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="either --data"):
+        EvaluateConfig.build({"checkpoint": "c"})
+    with pytest.raises(ConfigError, match="--data-path too"):
+        EvaluateConfig.build({"checkpoint": "c", "data": ["x"], "hidden_states_path": "h"})
+    with pytest.raises(ConfigError, match="needs no server"):
+        EvaluateConfig.build({"checkpoint": "c", "data": ["x"], "mode": "replay", "endpoint": ["http://h"]})
+    with pytest.raises(DataError, match="no such file"):
+        read_items(config(data=["nothing.jsonl"]), byte_tokenizer(), 10)
+    assert config(output="a/b.json").json_path.as_posix() == "a/b.json"
+    assert config(output="a/b").json_path.as_posix() == "a/b/evaluation.json"

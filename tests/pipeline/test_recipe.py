@@ -1,0 +1,110 @@
+"""A recipe is one file; what follows from it is filled in, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from peagle.errors import ConfigError
+from peagle.pipeline import recipe as recipes
+from peagle.pipeline.recipe import RECIPES, Recipe, find, read, stages
+
+MINIMAL = """
+name: tiny
+verifier: embedded:verifier
+output: runs/tiny
+prepare: {data: [embedded:train], max_samples: 20}
+extract: {}
+train: {epochs: 1}
+"""
+
+
+def write(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_paths_between_stages_follow_from_the_recipe(tmp_path):
+    found = {s.name: s for s in stages(read(write(tmp_path, MINIMAL), tmp_path / "out", ()))}
+    assert list(found) == ["prepare", "extract", "train"]
+    assert found["extract"].settings["preprocessed_data"] == str(tmp_path / "out" / "prepared")
+    assert found["train"].settings["hidden_states_path"] == str(found["extract"].output)
+    assert str(found["prepare"].output) in found["train"].inputs
+    assert found["prepare"].inputs[1].endswith("questions/train.jsonl")
+
+
+def test_regenerated_answers_are_what_is_prepared(tmp_path):
+    text = MINIMAL.replace("prepare: {data: [embedded:train], max_samples: 20}", "prepare: {}")
+    recipe = read(write(tmp_path, text + "regenerate: {data: [embedded:train]}\n"), tmp_path / "out", ())
+    settings, reads, _ = recipes._wire(recipe, "prepare")
+    assert settings["data"] == [str(tmp_path / "out" / "answers.jsonl")]
+    assert "data" in reads
+
+
+def test_settings_given_on_the_command_line_win(tmp_path):
+    changes = ("train.lr=1e-3", "prepare.max-samples=5", "name=other", "train.draft_vocab_size=64")
+    recipe = read(write(tmp_path, MINIMAL), None, changes)
+    found = {s.name: s for s in stages(recipe)}
+    assert recipe.name == "other"
+    assert found["train"].settings["lr"] == 1e-3
+    assert found["train"].settings["draft_vocab_size"] == 64
+    assert found["prepare"].settings["max_samples"] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MINIMAL + "trian: {}\n", "unknown key `trian`; did you mean `train`"),
+        (MINIMAL.replace("epochs: 1", "epoch: 1"), "stage `train`: unknown key `epoch`; did you mean `epochs`"),
+        (MINIMAL.replace("epochs: 1", "epochs: none"), "stage `train`: --epochs"),
+        ("name: x\nverifier: y\noutput: z\n", "no stage in it"),
+        (MINIMAL.replace("extract: {}", "extract: {endpoint: server}"), "no `server:` section"),
+        ("- a\n- b\n", "expected `key: value` lines"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path, text, says):
+    with pytest.raises(ConfigError) as refused:
+        stages(read(write(tmp_path, text), None, ()))
+    assert says in str(refused.value)
+
+
+def test_a_change_without_a_value_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"expected stage\.key=value"):
+        read(write(tmp_path, MINIMAL), None, ("train.lr",))
+    with pytest.raises(ConfigError, match="`name` has no keys of its own"):
+        read(write(tmp_path, MINIMAL), None, ("name.lr=3",))
+
+
+def test_the_endpoint_server_becomes_the_address_of_the_recipes_server(tmp_path):
+    text = MINIMAL.replace("extract: {}", "extract: {endpoint: server}") + "server: {port: 8123}\n"
+    extract = stages(read(write(tmp_path, text), None, ()))[1]
+    assert extract.uses_server
+    assert extract.settings["endpoint"] == ["http://localhost:8123/v1"]
+
+
+def test_a_recipe_that_is_not_there_names_the_nearest_one():
+    with pytest.raises(ConfigError, match="did you mean `qwen3-8b`"):
+        find("qwen3-8")
+    with pytest.raises(ConfigError, match="shipped ones are"):
+        find("zzz.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_fits_the_configs(path):
+    recipe = read(find(path.stem), None, ())
+    assert isinstance(recipe, Recipe)
+    assert recipe.description
+    names = [stage.name for stage in stages(recipe)]
+    assert {"prepare", "extract", "train", "check", "evaluate"} <= set(names)
+
+
+def test_a_change_that_is_no_yaml_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"--set train\.lr=\[1: the value is not YAML") as caught:
+        read(write(tmp_path, MINIMAL), None, ("train.lr=[1",))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("5: 6\n", "the key 5 is no name"), ("a: " + "[" * 5000, "nested too")])
+def test_a_file_that_is_no_recipe_is_one_line(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read(write(tmp_path, text), None, ())

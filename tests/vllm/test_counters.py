@@ -1,0 +1,58 @@
+import pytest
+
+from peagle.errors import EndpointError
+from peagle.vllm.counters import difference, read_metrics
+
+
+def text(drafts: dict[str, int], first: dict[str, int]) -> str:
+    lines = ["# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts."]
+    for engine, count in drafts.items():
+        labels = f'engine="{engine}",model_name="m"'
+        lines += [
+            f"vllm:spec_decode_num_drafts_total{{{labels}}} {count}.0",
+            f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09",
+            f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {2 * count}",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {first[engine] + 1}",
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} {first[engine]}',
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 1.0',
+            f"vllm:generation_tokens_total{{{labels}}} {3 * count}",
+        ]
+    return "\n".join(lines)
+
+
+ZERO = text({"0": 0, "1": 0}, {"0": 0, "1": 0}).replace('position="1"} 1.0', 'position="1"} 0.0')
+
+
+def test_E09_all_engines_are_summed():
+    after = read_metrics(text({"0": 50, "1": 50}, {"0": 30, "1": 10}), None)
+    assert after.engines == ["0", "1"]
+    counts = difference(read_metrics(ZERO, None), after)
+    assert counts.num_drafts == 100
+    assert counts.acceptance_per_position == pytest.approx((0.40, 0.02))
+    assert counts.num_generated_tokens == 300
+
+
+def test_E09_figures_are_the_difference_of_two_readings():
+    before = read_metrics(text({"0": 50, "1": 50}, {"0": 30, "1": 10}), "m")
+    counts = difference(before, read_metrics(text({"0": 60, "1": 60}, {"0": 31, "1": 11}), "m"))
+    assert counts.num_drafts == 20
+    assert counts.accepted_per_position == (2, 0)
+
+
+@pytest.mark.parametrize("second", [{"0": 10, "1": 10}, {"0": 80, "1": 10}, {"0": 80}])
+def test_E09_a_restart_of_any_engine_is_reported(second):
+    before = read_metrics(text({"0": 50, "1": 50}, {"0": 30, "1": 10}), None)
+    after = read_metrics(text(second, {"0": 30, "1": 10}), None)
+    with pytest.raises(EndpointError, match="restarted"):
+        difference(before, after)
+
+
+def test_a_server_without_a_drafter_is_named_as_such():
+    reading = read_metrics('vllm:generation_tokens_total{engine="0"} 7', None)
+    with pytest.raises(EndpointError, match="without a drafter"):
+        difference(reading, reading)
+
+
+def test_another_models_counters_do_not_count():
+    both = text({"0": 50}, {"0": 30}) + "\n" + text({"0": 900}, {"0": 9}).replace('"m"', '"other"')
+    assert difference(read_metrics("", "m"), read_metrics(both, "m")).num_drafts == 50
