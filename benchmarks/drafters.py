@@ -28,7 +28,7 @@ from peagle.evaluate.counts import Counts
 from peagle.train.config import TrainConfig
 from peagle.train.run import train
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer
 
 KINDS = ("eagle3", "peagle")
@@ -104,10 +104,10 @@ def trained(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, A
 
 def measured(checkpoints: dict[str, str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Decode the test questions with both drafters in turn, and with none."""
-    facts = load_facts(str(embedded.VERIFIER), False)
+    verifier_config = load_verifier_config(str(embedded.VERIFIER), False)
     tokenizer = load_tokenizer(str(embedded.VERIFIER), False)
-    verifier = TransformersVerifier(facts, "float32", "cpu")
-    ends = eos_ids(facts, tokenizer)
+    verifier = TransformersVerifier(verifier_config, "float32", "cpu")
+    ends = eos_ids(verifier_config, tokenizer)
     lines = embedded.TEST_QUESTIONS.read_text(encoding="utf-8").splitlines()[: options.test_questions]
     requests = []
     for line in lines:

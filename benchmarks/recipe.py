@@ -254,13 +254,13 @@ class Bench:
         from peagle.hidden_states.store import StoreReader
         from peagle.train.plan import decide
         from peagle.train.sources import StoreRows
-        from peagle.verifier.model_config import load_facts
+        from peagle.verifier.model_config import load_verifier_config
 
         torch.set_num_threads(1)
         self.folder, self.options, self.verifier = folder, options, str(embedded.VERIFIER)
         if not (folder / "states" / "store.json").exists():
             make_data(folder, options.questions)
-        self.facts = load_facts(self.verifier, False)
+        self.verifier_config = load_verifier_config(self.verifier, False)
         self.decision = decide(self.config(0, 1, {}, folder))
         extents = self.decision.extents(self.decision.train)
         self.lengths = {row_id: extent.num_tokens for row_id, extent in extents.items() if extent.num_tokens}
@@ -471,10 +471,10 @@ class Bench:
         values = {"checkpoint": "", "data": [data], "mode": "replay", "output": self.folder}
         config = EvaluateConfig.build(values)
         tokenizer = load_tokenizer(self.verifier, False)
-        items = read_items(config, tokenizer, self.facts.max_position_embeddings).items
-        verifier = TransformersVerifier(self.facts, torch.float32, torch.device("cpu"))
+        items = read_items(config, tokenizer, self.verifier_config.max_position_embeddings).items
+        verifier = TransformersVerifier(self.verifier_config, torch.float32, torch.device("cpu"))
         layers = self.decision.drafter_config().aux_layer_ids
-        head = load_head(self.facts).to(torch.device("cpu"), torch.float32)
+        head = load_head(self.verifier_config).to(torch.device("cpu"), torch.float32)
         return list(on_the_spot(verifier, layers, items, head, True, OffPolicy()))
 
     def scores(self, drafter: Any) -> dict[str, Any]:

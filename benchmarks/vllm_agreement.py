@@ -57,11 +57,11 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
     from benchmarks import vllm_decoding, vllm_drafter, vllm_rate, vllm_sampling, vllm_states
     from benchmarks.vllm_engines import Engines
     from peagle import embedded
-    from peagle.verifier.model_config import load_facts
+    from peagle.verifier.model_config import load_verifier_config
 
     torch.set_num_threads(1)
     verifier = Path(embedded.resolve(asked.verifier)).resolve()
-    vocab_size = load_facts(str(verifier), False).vocab_size
+    vocab_size = load_verifier_config(str(verifier), False).vocab_size
     figures: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     began_s = time.monotonic()

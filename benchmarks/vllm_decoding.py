@@ -13,7 +13,7 @@ import torch
 from benchmarks.vllm_drafter import peagle
 from benchmarks.vllm_engines import Engines, greedy_task, speculative
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 
 TIE_GAP = 1e-4
 
@@ -66,7 +66,7 @@ def compare_decoding(
     Args:
         work: folder for the answers and the replay's figures.
     """
-    eos = load_facts(str(verifier), False).eos_token_ids
+    eos = load_verifier_config(str(verifier), False).eos_token_ids
     tasks = [greedy_task(prompts, max_tokens, eos, one) for one in (True, False)]
     plain = engines.generate(verifier, None, [{**task, "tail_tokens": num_speculative_tokens} for task in tasks], False)
     drafted = engines.generate(verifier, speculative(checkpoint, num_speculative_tokens), tasks, True)
@@ -123,7 +123,7 @@ def our_passes(
     from peagle.engine.acceptance import Sampling
     from peagle.engine.engine import Engine, Request
 
-    model = TransformersVerifier(load_facts(str(verifier), False), "float32", "cpu").model
+    model = TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu").model
     drafter = load(str(checkpoint), torch.float32, torch.device("cpu"))
     engine = Engine(model, drafter, depth, eos, Sampling(temperature=0.0, top_p=1.0, seed=0), 4)
     answers = engine.generate([Request(prompt, max_tokens) for prompt in prompts])
@@ -155,7 +155,7 @@ def draft_logits(verifier: Path, checkpoint: Path, known: list[int], depth: int)
     from peagle.drafter.checkpoint import load
 
     drafter = load(str(checkpoint), torch.float32, torch.device("cpu"))
-    reader = TransformersVerifier(load_facts(str(verifier), False), "float32", "cpu")
+    reader = TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu")
     ((aux, _),) = reader.states([known], drafter.config.aux_layer_ids)
     count = len(known) - 1
     with torch.inference_mode():

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.vllm_engines import QUIET, SMALL, free_port, server
 from peagle.data.records import TokenRow
-from peagle.verifier.model_config import load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import RowRefused
 from peagle.vllm.client import Endpoint, EndpointPool, RetryPolicy, in_parallel
 from peagle.vllm.launch import ServerCommand, start, stop, wait_ready
@@ -71,10 +71,10 @@ def extract_rate_ratio(verifier: Path, vocab_size: int, work: Path) -> dict[str,
 @contextlib.contextmanager
 def extraction(verifier: Path, url: str, shared: Path) -> Iterator[Run]:
     """Takes every row's states, as `peagle extract --endpoint` does."""
-    facts = load_facts(str(verifier), False)
-    aux = resolve_aux_layer_ids(facts.num_layers, None)
+    verifier_config = load_verifier_config(str(verifier), False)
+    aux = resolve_aux_layer_ids(verifier_config.num_layers, None)
     settings = EndpointSettings((url,), None, None, CONCURRENCY, POLICY, shared)
-    source = EndpointSource(facts, aux, "float32", settings, "rate", False)
+    source = EndpointSource(verifier_config, aux, "float32", settings, "rate", False)
 
     def run(rows: Sequence[list[int]]) -> None:
         token_rows = [TokenRow(str(i), "x", list(ids), [1] * len(ids), False, 0) for i, ids in enumerate(rows)]

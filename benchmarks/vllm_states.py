@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.vllm_engines import Engines
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
 """gemma3_text has no native support: it shows the detour through vLLM's Transformers backend."""
@@ -41,14 +41,16 @@ def states_error(engines: Engines, model: Path, rows: Sequence[list[int]], folde
 
     The whole list runs twice in one engine, so that the second half is served from the cache of the first.
     """
-    facts = load_facts(str(model), False)
-    aux = resolve_aux_layer_ids(facts.num_layers, None)
+    verifier_config = load_verifier_config(str(model), False)
+    aux = resolve_aux_layer_ids(verifier_config.num_layers, None)
     found = engines.states(model, [*rows, *rows], aux, folder, CHUNKED)["tensors"]
     worst = 0.0
-    for i, (expected_aux, expected_last) in enumerate(TransformersVerifier(facts, "float32", "cpu").states(rows, aux)):
+    for i, (expected_aux, expected_last) in enumerate(
+        TransformersVerifier(verifier_config, "float32", "cpu").states(rows, aux)
+    ):
         for again in (i, i + len(rows)):
-            worst = max(worst, worst_error(found[f"{again}.aux"], expected_aux, facts.hidden_size))
-            worst = max(worst, worst_error(found[f"{again}.last"], expected_last, facts.hidden_size))
+            worst = max(worst, worst_error(found[f"{again}.aux"], expected_aux, verifier_config.hidden_size))
+            worst = max(worst, worst_error(found[f"{again}.last"], expected_last, verifier_config.hidden_size))
     return worst
 
 

@@ -20,14 +20,14 @@ def states(job: dict[str, Any]) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     from peagle.data.records import TokenRow
-    from peagle.verifier.model_config import load_facts
+    from peagle.verifier.model_config import load_verifier_config
     from peagle.verifier.source import RowRefused
     from peagle.vllm.inprocess import InProcessSource
 
     rows = [TokenRow(str(i), "x", ids, [1] * len(ids), False, 0) for i, ids in enumerate(job["rows"])]
-    facts = load_facts(job["model"], False)
+    verifier_config = load_verifier_config(job["model"], False)
     source = InProcessSource(
-        facts, job["aux"], job["dtype"], Path(job["folder"]), job["output"], True, job["arguments"]
+        verifier_config, job["aux"], job["dtype"], Path(job["folder"]), job["output"], True, job["arguments"]
     )
     tensors = {}
     refused = {}

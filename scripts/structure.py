@@ -4,8 +4,7 @@
     .venv/bin/python scripts/structure.py --json    # one object on one line
 
 `files` and `lines` count the Python of src/peagle. `circles` are groups of modules that import one another, at the
-top or inside functions. `files_per_batch` and `files_per_token` are counted by tracing on a random verifier: the distinct
-files whose code runs between reading one packed batch from a store and its gradients (one process, CPU, the training
+top or inside functions. `files_per_batch` and `files_per_token` are counted by tracing on a random verifier: the files whose code runs between reading one packed batch from a store and its gradients (one process, CPU, the training
 loop after its first step), and while `Engine` drafts and verifies one token.
 """
 

@@ -29,7 +29,7 @@ from peagle.train.parallel import World
 from peagle.train.plan import for_drafter
 from peagle.train.step import StepResult, num_supervised, train_step
 from peagle.verifier.local import TransformersVerifier, resolve_device
-from peagle.verifier.model_config import VerifierFacts, load_facts
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer
 from peagle.verifier.weights import VerifierHead, load_head
 
@@ -53,7 +53,7 @@ class Pair:
     """A drafter and the verifier that it was trained for. The verifier is loaded when it is first needed."""
 
     drafter: Drafter
-    facts: VerifierFacts
+    verifier_config: VerifierConfig
     """The verifier's sizes, ids and places, from its configuration."""
     trust_remote_code: bool
 
@@ -65,12 +65,12 @@ class Pair:
     @cached_property
     def verifier(self) -> TransformersVerifier:
         """The whole verifier, in the drafter's dtype."""
-        return TransformersVerifier(self.facts, self.drafter.fc.weight.dtype, self.device)
+        return TransformersVerifier(self.verifier_config, self.drafter.fc.weight.dtype, self.device)
 
     @cached_property
     def head(self) -> VerifierHead:
         """The verifier's norm and head, restricted to the drafter's vocabulary; read without the rest."""
-        head = load_head(self.facts).to(self.device, self.drafter.fc.weight.dtype)
+        head = load_head(self.verifier_config).to(self.device, self.drafter.fc.weight.dtype)
         if not self.drafter.config.is_pruned:
             return head
         ids = torch.arange(self.drafter.config.draft_vocab_size, device=self.device)
@@ -79,7 +79,7 @@ class Pair:
     @cached_property
     def tokenizer(self) -> Any:
         """The verifier's."""
-        return load_tokenizer(self.facts.name_or_path, self.trust_remote_code)
+        return load_tokenizer(self.verifier_config.name_or_path, self.trust_remote_code)
 
     @cached_property
     def training(self) -> FitConfig:
@@ -135,7 +135,7 @@ class Pair:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         depth = self.drafter.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-        ends = eos_ids(self.facts, self.tokenizer)
+        ends = eos_ids(self.verifier_config, self.tokenizer)
         engine = Engine(self.verifier.model, self.drafter.eval(), depth, ends, sampling, batch_size)
         requests = [Request(self._prompt_ids(text), max_new_tokens) for text in texts]
         answers = engine.generate(requests)
@@ -166,7 +166,9 @@ def load(
         PeagleError: what of the two cannot be used, by name.
     """
     drafter = drafter_checkpoint.load(str(checkpoint), dtype, resolve_device(device))
-    return Pair(drafter, load_facts(verifier or drafter.config.verifier, trust_remote_code), trust_remote_code)
+    return Pair(
+        drafter, load_verifier_config(verifier or drafter.config.verifier, trust_remote_code), trust_remote_code
+    )
 
 
 def read(hidden_states: str | Path, num_rows: int, start: int = 0) -> Batch:

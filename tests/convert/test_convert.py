@@ -21,7 +21,7 @@ from peagle.engine.acceptance import Sampling
 from peagle.engine.drafting import Drafting, FusedDrafter
 from peagle.errors import CheckpointError, ConfigError
 from peagle.serve.check import check_checkpoint
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
 from tests.drafter.flat_forward import DIM, HEADS, HIDDEN, KV, PRUNED, VOCAB, Witness, base_tensors, flat_config
 from tests.fakes import tiny_verifier
@@ -80,7 +80,7 @@ def source(layout: str, verifier: str) -> Source:
     tables = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
     if layout == "safeailab":  # one midlayer, no embedding: the verifier's
         plain = base_tensors(1, pruned=True, parallel=False, seed=1, **plain_of)
-        plain["embed_tokens.weight"] = load_embedding(load_facts(verifier, False)).float()
+        plain["embed_tokens.weight"] = load_embedding(load_verifier_config(verifier, False)).float()
         return Source(flat_config(1, pruned=True), renamed(plain, "midlayer.", without=("embed_tokens.weight",)), plain)
     if layout == "specforge":  # EAGLE-3.1's carried state, layer ids as outputs, a whole vocabulary with its tables
         plain = base_tensors(1, pruned=False, parallel=False, seed=2, **plain_of)
@@ -105,9 +105,11 @@ def source(layout: str, verifier: str) -> Source:
         return Source(config, tensors, plain, {"mask_token": 268})
     if layout == "nvidia eagle-3":  # neither embedding, head nor t2d
         plain = base_tensors(1, pruned=True, parallel=False, seed=6, **plain_of)
-        facts = load_facts(verifier, False)
-        plain["embed_tokens.weight"] = load_embedding(facts).float()
-        plain["lm_head.weight"] = load_head(facts).restricted(plain["d2t"] + torch.arange(PRUNED)).weight.float()
+        verifier_config = load_verifier_config(verifier, False)
+        plain["embed_tokens.weight"] = load_embedding(verifier_config).float()
+        plain["lm_head.weight"] = (
+            load_head(verifier_config).restricted(plain["d2t"] + torch.arange(PRUNED)).weight.float()
+        )
         eagle = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True}
         config = flat_config(1, pruned=True, eagle_config=eagle, norm_before_residual=True)
         left = ("embed_tokens.weight", "lm_head.weight", "t2d")

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from peagle.drafter.model_config import DrafterConfig, config_for
 from peagle.drafter.network import Drafter, inverse_frequencies
 from peagle.errors import CheckpointError, ConfigError
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests import fakes
 
 
@@ -29,7 +29,7 @@ def drafter_for(folder, **changes) -> DrafterConfig:
         "norm_before_residual": False,
         "norm_before_fc": False,
     }
-    return config_for(load_facts(str(folder), False), **{**values, **changes})
+    return config_for(load_verifier_config(str(folder), False), **{**values, **changes})
 
 
 @pytest.fixture

@@ -2,16 +2,16 @@ import pytest
 
 from peagle.errors import CheckpointError
 from peagle.evaluate.prompts import check_pair, token_difference
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_model, tiny_verifier, word_tokenizer
 
 
 def test_E12_a_drafter_for_another_vocabulary_size_is_refused(tmp_path):
-    facts = load_facts(str(tiny_verifier(tmp_path, vocab_size=160, num_layers=3)), False)
+    verifier_config = load_verifier_config(str(tiny_verifier(tmp_path, vocab_size=160, num_layers=3)), False)
     drafter = random_drafter(tiny_model("qwen3", vocab_size=128, num_hidden_layers=3), verifier=str(tmp_path))
     with pytest.raises(CheckpointError, match=r"vocabulary 128, .* has 160"):
-        check_pair(drafter.config, facts, word_tokenizer(160))
+        check_pair(drafter.config, verifier_config, word_tokenizer(160))
 
 
 def test_E12_two_swapped_tokens_are_refused(tmp_path):
@@ -24,24 +24,24 @@ def test_E12_two_swapped_tokens_are_refused(tmp_path):
     text = path.read_text()
     path.write_text(text.replace('"w7": 7', '"w8": 7', 1).replace('"w8": 8', '"w7": 8', 1))
     assert path.read_text() != text
-    facts = load_facts(str(folders[1]), False)
+    verifier_config = load_verifier_config(str(folders[1]), False)
     from peagle.verifier.special_tokens import load_tokenizer
 
     drafter = random_drafter(tiny_model("qwen3", vocab_size=128, num_hidden_layers=3), verifier=str(folders[0]))
     with pytest.raises(CheckpointError, match="id 7 is 'w7' and 'w8'"):
-        check_pair(drafter.config, facts, load_tokenizer(str(folders[1]), False))
+        check_pair(drafter.config, verifier_config, load_tokenizer(str(folders[1]), False))
 
 
 def test_a_verifier_that_moved_is_warned_about_and_its_own_folder_is_silent(tmp_path):
     folder = tiny_verifier(tmp_path, vocab_size=128, num_layers=3, tokenizer=word_tokenizer(128))
-    facts = load_facts(str(folder), False)
+    verifier_config = load_verifier_config(str(folder), False)
     model = tiny_model("qwen3", vocab_size=128, num_hidden_layers=3)
     moved = random_drafter(model, verifier=str(tmp_path / "gone")).config
-    assert "not compared" in check_pair(moved, facts, word_tokenizer(128))
-    assert check_pair(random_drafter(model, verifier=str(folder)).config, facts, word_tokenizer(128)) is None
+    assert "not compared" in check_pair(moved, verifier_config, word_tokenizer(128))
+    assert check_pair(random_drafter(model, verifier=str(folder)).config, verifier_config, word_tokenizer(128)) is None
     wide = random_drafter(model, verifier=str(folder), aux_layer_ids=(1, 2, 7)).config
     with pytest.raises(CheckpointError, match="reads layer 7"):
-        check_pair(wide, facts, word_tokenizer(128))
+        check_pair(wide, verifier_config, word_tokenizer(128))
 
 
 def test_a_longer_vocabulary_is_a_difference():

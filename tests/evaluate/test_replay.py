@@ -10,7 +10,7 @@ from peagle.evaluate.prompts import Item
 from peagle.evaluate.replay import Recorded, ReplayedPass, chain_logits, replay, total
 from peagle.evaluate.replay_check import OffPolicy, choices_at, disagreement, is_equal, on_the_spot, with_tails
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_head
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_verifier
@@ -25,7 +25,7 @@ def verifier(tmp_path_factory) -> TransformersVerifier:
     folder = tiny_verifier(
         tmp_path_factory.mktemp("verifier"), num_layers=3, hidden_size=32, vocab_size=9, eos_token_id=2, seed=2
     )
-    return TransformersVerifier(load_facts(str(folder), False), "float32", "cpu")
+    return TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cpu")
 
 
 def items(count: int, limit: int, seed: int) -> list[Item]:
@@ -113,7 +113,7 @@ def test_an_answer_of_one_token_has_no_pass(verifier):
 
 
 def test_tokens_that_the_verifier_would_not_write_are_told(verifier):
-    head = load_head(verifier.facts)
+    head = load_head(verifier.verifier_config)
     ids = [3, 4, 5, 6, 7, 8, 3, 4]
     ((_, last),) = verifier.states([ids], (0, 1, 3))
     off_policy = OffPolicy()
@@ -131,7 +131,7 @@ def test_tokens_that_the_verifier_would_not_write_are_told(verifier):
 
 
 def test_a_tie_is_decided_as_the_recorded_answer_says(verifier):
-    head = load_head(verifier.facts)
+    head = load_head(verifier.verifier_config)
     weight = head.weight.clone()
     weight[5] = weight[4]  # tokens 4 and 5 are always level
     tied = type(head)(head.norm_weight, head.norm_eps, weight, head.logit_scale, head.logit_softcap)
@@ -155,7 +155,7 @@ def test_expected_counts_at_a_temperature_are_those_of_sampled_decoding(verifier
     )
     tailed = [Item(i.row_id, i.source, i.prompt_ids, a.ids, t.ids, i.limit) for i, a, t in zip(asked, answers, tails)]
     records = recorded_of(verifier, drafter, tailed)
-    head = load_head(verifier.facts)
+    head = load_head(verifier.verifier_config)
     replayed = [replay(drafter, head, recorded, depth, sampling) for recorded in records]
     expected = pool((d.total for d in total(list(zip(records, replayed)), depth).values()), depth)
     decoded = pool((d.total for d in count(asked, answers, depth).values()), depth)
@@ -174,7 +174,7 @@ def test_a_temperature_near_zero_gives_the_greedy_counts(verifier):
     tailed = with_tails(asked, answers, verifier, depth, 2)
     records = recorded_of(verifier, drafter, tailed)
     cold = Sampling(temperature=1e-4, top_p=1.0)
-    replayed = [replay(drafter, load_head(verifier.facts), recorded, depth, cold) for recorded in records]
+    replayed = [replay(drafter, load_head(verifier.verifier_config), recorded, depth, cold) for recorded in records]
     expected = pool((d.total for d in total(list(zip(records, replayed)), depth).values()), depth)
     decoded = pool((d.total for d in count(asked, answers, depth).values()), depth)
     assert expected.num_drafts == pytest.approx(decoded.num_drafts, abs=0.5)

@@ -12,7 +12,7 @@ from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.store import StoreReader, StoreSpec, StoreWriter, write_spec
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_verifier
 
@@ -24,7 +24,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     """(verifier folder, checkpoint folder)"""
     root = tmp_path_factory.mktemp("pair")
     folder = tiny_verifier(root / "verifier", num_layers=3, seed=1)
-    model = TransformersVerifier(load_facts(str(folder), False), "float32", "cpu").model
+    model = TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cpu").model
     drafter = random_drafter(
         model, num_layers=1, depth=3, verifier=str(folder), verifier_architectures=("Qwen3ForCausalLM",)
     )
@@ -137,7 +137,7 @@ def recorded_rows(folder: Path, depth: int) -> list[TokenRow]:
     """The verifier's own greedy answers with a tail, as `regenerate --tail-tokens` writes them."""
     from peagle.engine import Engine, Request, Sampling
 
-    verifier = TransformersVerifier(load_facts(str(folder), False), "float32", "cpu")
+    verifier = TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cpu")
     plain = Engine(verifier.model, None, 0, [], Sampling(temperature=0.0, top_p=1.0), 4)
     prompts = [[10 + i, 20, 30 + i] for i in range(5)]
     answers = plain.generate([Request(prompt, 14 + depth) for prompt in prompts])
@@ -220,10 +220,18 @@ def test_a_store_of_other_layers_is_refused(pair, tmp_path, capsys):
 
 
 def make_store(folder: Path, rows: list[TokenRow], path: Path, layers: tuple[int, ...]) -> Path:
-    facts = load_facts(str(folder), False)
-    verifier = TransformersVerifier(facts, "float32", "cpu")
+    verifier_config = load_verifier_config(str(folder), False)
+    verifier = TransformersVerifier(verifier_config, "float32", "cpu")
     spec = StoreSpec(
-        str(folder), "", facts.model_type, facts.num_layers, facts.hidden_size, facts.vocab_size, layers, "float32", ""
+        str(folder),
+        "",
+        verifier_config.model_type,
+        verifier_config.num_layers,
+        verifier_config.hidden_size,
+        verifier_config.vocab_size,
+        layers,
+        "float32",
+        "",
     )
     with StoreWriter.open(path, spec, 1 << 20) as writer:
         for row, (aux, last) in zip(rows, verifier.states([row.input_ids for row in rows], layers)):

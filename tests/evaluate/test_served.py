@@ -15,7 +15,7 @@ from peagle.regenerate.generation import GenerationSettings
 from peagle.vllm.answers import AnswerEndpoints
 from peagle.vllm.client import RetryPolicy
 from tests.vllm.fake_vllm import FakeServer
-from tests.vllm.test_endpoint import facts
+from tests.vllm.test_endpoint import verifier_config
 
 GREEDY = GenerationSettings(max_new_tokens=6, eos_ids=(99,), temperature=0.0, top_p=1.0, tail_tokens=0)
 
@@ -62,7 +62,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting
 
 
 def drafter(server: FakeServer) -> ServedDrafter:
-    return ServedDrafter(facts(), GREEDY, AnswerEndpoints((server.url,), None, None, 2, RetryPolicy(10.0, 1, 1.0)))
+    return ServedDrafter(
+        verifier_config(), GREEDY, AnswerEndpoints((server.url,), None, None, 2, RetryPolicy(10.0, 1, 1.0))
+    )
 
 
 PROMPTS = [Prompt(f"p{i}", [i + 3, 4], 0) for i in range(10)]

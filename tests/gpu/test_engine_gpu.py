@@ -11,7 +11,7 @@ from peagle.evaluate.prompts import Item
 from peagle.evaluate.replay import replay
 from peagle.evaluate.replay_check import OffPolicy, disagreement, on_the_spot, with_tails
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_head
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_verifier
@@ -26,7 +26,7 @@ pytestmark = [
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_greedy_ids_are_the_verifiers_own_and_replay_counts_alike(tmp_path, kind: str, batch_size: int):
     folder = tiny_verifier(tmp_path, num_layers=4, vocab_size=12)
-    verifier = TransformersVerifier(load_facts(str(folder), False), "float32", "cuda")
+    verifier = TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cuda")
     drafter = random_drafter(verifier.model.cpu(), kind, vocab_size=12).cuda()
     verifier.model.cuda()
     greedy = Sampling(temperature=0.0, top_p=1.0)
@@ -44,13 +44,13 @@ def test_greedy_ids_are_the_verifiers_own_and_replay_counts_alike(tmp_path, kind
 
 def test_sampling_and_its_replay_run_on_the_device(tmp_path):
     folder = tiny_verifier(tmp_path, num_layers=4, vocab_size=12)
-    verifier = TransformersVerifier(load_facts(str(folder), False), "float32", "cuda")
+    verifier = TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cuda")
     drafter = random_drafter(verifier.model.cpu(), vocab_size=12, draft_vocab_size=8).cuda()
     verifier.model.cuda()
     sampling = Sampling(temperature=1.0, top_p=0.9)
     items = [Item(f"r{i}", "s", [3 + i], None, [], 20) for i in range(6)]
     answers = Engine(verifier.model, drafter, 4, [], sampling, 3).generate([Request(i.prompt_ids, 20) for i in items])
-    head = load_head(verifier.facts).to("cuda", torch.float32)
+    head = load_head(verifier.verifier_config).to("cuda", torch.float32)
     tailed = with_tails(items, answers, verifier, 4, 4)
     for recorded in on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None, False, OffPolicy()):
         counts = replay(drafter, head, recorded, 4, sampling).by_context

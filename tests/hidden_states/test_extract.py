@@ -18,7 +18,7 @@ from peagle.hidden_states.config import ExtractConfig
 from peagle.hidden_states.extract import extract
 from peagle.hidden_states.store import StoreReader
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.source import RowRefused, RowStates
 from tests import fakes
 from tests.hidden_states.conftest import prepare_rows
@@ -52,8 +52,8 @@ class FakeSource:
 
     max_tokens = 10_000
 
-    def __init__(self, facts, answer):
-        self.facts, self.answer = facts, answer
+    def __init__(self, verifier_config, answer):
+        self.verifier_config, self.answer = verifier_config, answer
         self.asked, self.closed = [], False
 
     def states(self, rows, wanted):
@@ -64,7 +64,7 @@ class FakeSource:
 
     def sound(self, row):
         generator = torch.Generator().manual_seed(len(row.input_ids))
-        size = (len(row.input_ids), self.facts.hidden_size)
+        size = (len(row.input_ids), self.verifier_config.hidden_size)
         aux = torch.randn(size[0], 3 * size[1], generator=generator)
         return RowStates(row.row_id, row.input_ids, aux, torch.randn(*size, generator=generator), [], [])
 
@@ -75,7 +75,7 @@ class FakeSource:
 @pytest.fixture
 def use_source(monkeypatch, verifier):
     def use(answer):
-        source = FakeSource(load_facts(str(verifier), False), answer)
+        source = FakeSource(load_verifier_config(str(verifier), False), answer)
         monkeypatch.setattr(extract_module, "open_source", lambda *arguments: source)
         return source
 
@@ -94,7 +94,7 @@ def fail_on(call, error):
 def test_states_are_the_verifiers_own_for_every_row(store, verifier, rows):
     reader = StoreReader.open(store)
     assert sorted(reader.row_ids) == sorted(row.row_id for row in rows)
-    model = TransformersVerifier(load_facts(str(verifier), False), "float32", "cpu")
+    model = TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu")
     for row, (aux, last) in zip(rows, model.states([row.input_ids for row in rows], (2, 4, 5))):
         found = reader.read(row.row_id)
         assert found.row == row

@@ -13,7 +13,7 @@ import torch
 from peagle.cli.main import main
 from peagle.hidden_states.store import StoreReader
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests.fakes import random_rows, tiny_verifier
 from tests.vllm.fake_vllm import FakeServer
 
@@ -27,7 +27,7 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(verifier: Path) -> TransformersVerifier:
-    return TransformersVerifier(load_facts(str(verifier), False), "float32", "cpu")
+    return TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def prepared(verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path: Path, model: TransformersVerifier) -> Iterator[FakeServer]:
     fake = FakeServer(tmp_path / "shared")
     fake.verifier = model
-    fake.facts = {"hidden_size": 64, "vocab_size": 272, "dtype": "float32"}
+    fake.verifier_config = {"hidden_size": 64, "vocab_size": 272, "dtype": "float32"}
     yield fake
     fake.close()
 
@@ -98,7 +98,7 @@ def test_H09_a_server_that_dies_stops_the_run_and_the_next_one_asks_only_for_the
     kept = len(StoreReader.open(tmp_path / "out"))
     assert kept == 5
     again = FakeServer(server.folder.parent, port=server.port)
-    again.verifier, again.facts = model, server.facts
+    again.verifier, again.verifier_config = model, server.verifier_config
     assert extract(prepared, tmp_path / "out", *served(again)) == 0
     assert len(again.rows()) == COUNT - kept
     assert len(StoreReader.open(tmp_path / "out")) == COUNT

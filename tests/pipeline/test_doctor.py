@@ -10,7 +10,7 @@ import pytest
 from peagle.pipeline import doctor as doctor_environment
 from peagle.pipeline import doctor as doctor_model
 from peagle.pipeline.doctor import DoctorConfig, Finding, doctor, examine
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm.support import Engine
 from tests.fakes import BYTE_VOCABULARY, byte_tokenizer, tiny_verifier
 
@@ -117,9 +117,9 @@ def test_what_vllm_lacks_for_a_family_is_said(tmp_path):
     (package / "gemma3.py").write_text("class Gemma3ForCausalLM:\n    pass\n")
     (package / "q.py").write_text("class Qwen3ForCausalLM(SupportsEagle3):\n    pass\n")
     engine = Engine("0.32.0", "", tmp_path / "vllm")
-    gemma = load_facts(str(tiny_verifier(tmp_path / "g", "gemma3_text", tokenizer=byte_tokenizer())), False)
-    qwen = load_facts(str(tiny_verifier(tmp_path / "q", "qwen3", tokenizer=byte_tokenizer())), False)
-    llama = load_facts(str(tiny_verifier(tmp_path / "l", "llama", tokenizer=byte_tokenizer())), False)
+    gemma = load_verifier_config(str(tiny_verifier(tmp_path / "g", "gemma3_text", tokenizer=byte_tokenizer())), False)
+    qwen = load_verifier_config(str(tiny_verifier(tmp_path / "q", "qwen3", tokenizer=byte_tokenizer())), False)
+    llama = load_verifier_config(str(tiny_verifier(tmp_path / "l", "llama", tokenizer=byte_tokenizer())), False)
     assert "TransformersForCausalLM" in doctor_model.serving(gemma, engine).message
     assert doctor_model.serving(qwen, engine).state == "ok"
     assert "does not list LlamaForCausalLM" in doctor_model.serving(llama, engine).message

@@ -8,7 +8,7 @@ import torch
 from peagle.errors import VerifierError
 from peagle.regenerate.generation import GenerationSettings, sample
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests import fakes
 
 LENGTHS = (5, 40, 17, 33, 9)
@@ -21,7 +21,7 @@ def prompts():
 
 
 def load(folder):
-    return TransformersVerifier(load_facts(str(folder), False), "float32", "cpu")
+    return TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cpu")
 
 
 def answers(verifier, rows, settings, batch_size=8, seeds=None):

@@ -17,7 +17,7 @@ from peagle.regenerate.config import RegenerateConfig
 from peagle.regenerate.generation import Generation, GenerationSettings
 from peagle.regenerate.run import regenerate, reply_text
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.source import RowRefused
 from tests import fakes
 
@@ -88,7 +88,7 @@ def test_answers_are_the_verifiers_greedy_ones_with_their_prompts(tmp_path, veri
     assert regenerate(config(verifier, prompt_file(tmp_path / "p.jsonl"), output)) == 0
     records = read(output)
     tokenizer = fakes.byte_tokenizer()
-    model = TransformersVerifier(load_facts(str(verifier), False), "float32", "cpu")
+    model = TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu")
     assert [record["messages"][0]["content"] for record in records] == PROMPTS
     for record in records[:3]:
         prompt = tokenizer.apply_chat_template(

@@ -16,7 +16,7 @@ from peagle.drafter.model_config import DrafterConfig, config_for
 from peagle.drafter.network import Drafter
 from peagle.serve.check import check_checkpoint
 from peagle.serve.files import Findings
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
 from peagle.vllm.support import Engine
 from tests.fakes import edit_config, tiny_verifier
@@ -30,7 +30,7 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafter_of(verifier: Path, **changes: Any) -> Drafter:
-    facts = load_facts(str(verifier), False)
+    verifier_config = load_verifier_config(str(verifier), False)
     settings: dict[str, Any] = {
         "speculators_model_type": "peagle",
         "layer_type": None,
@@ -43,7 +43,7 @@ def drafter_of(verifier: Path, **changes: Any) -> Drafter:
         "norm_before_residual": False,
         "norm_before_fc": True,
     }
-    config: DrafterConfig = config_for(facts, **(settings | changes))
+    config: DrafterConfig = config_for(verifier_config, **(settings | changes))
     torch.manual_seed(0)
     drafter = Drafter(config)
     state = drafter.state_dict()
@@ -51,9 +51,9 @@ def drafter_of(verifier: Path, **changes: Any) -> Drafter:
         for tensor in state.values():
             if tensor.is_floating_point() and not bool(tensor.any()):
                 tensor.normal_()
-        state["embed_tokens.weight"].copy_(load_embedding(facts))
+        state["embed_tokens.weight"].copy_(load_embedding(verifier_config))
         if not config.is_pruned:
-            state["lm_head.weight"].copy_(load_head(facts).weight)
+            state["lm_head.weight"].copy_(load_head(verifier_config).weight)
     return drafter
 
 

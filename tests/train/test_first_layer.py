@@ -9,7 +9,7 @@ from peagle.data.records import TokenRow
 from peagle.hidden_states.batch import StoredRow
 from peagle.train.sources import MemoryRows
 from peagle.train.start import fit_first_layer, start_from_verifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests import fakes
 from tests.train.test_verifier_layers import new_drafter
 
@@ -33,12 +33,12 @@ def linear_rows(hidden: int, vocab: int, num_rows: int, num_tokens: int) -> Memo
 @pytest.mark.parametrize("changes", [{}, {"norm_before_fc": True}, {"norm_before_residual": True}])
 def test_a_linear_map_to_the_next_state_is_found(tmp_path, changes):
     fakes.tiny_verifier(tmp_path / "v", "qwen3", num_layers=6)
-    facts = load_facts(str(tmp_path / "v"), False)
+    verifier_config = load_verifier_config(str(tmp_path / "v"), False)
     drafter = new_drafter(tmp_path / "v", **changes)  # reads layers 2, 4, 5; its first layer is the verifier's fifth
-    assert start_from_verifier(drafter, facts) is None
+    assert start_from_verifier(drafter, verifier_config) is None
     hidden = drafter.config.hidden_size
     own = drafter.layers[0].self_attn.q_proj.weight[:, hidden:].clone()
-    rows = linear_rows(hidden, facts.vocab_size, 40, 160)
+    rows = linear_rows(hidden, verifier_config.vocab_size, 40, 160)
     assert fit_first_layer(drafter, rows, 4) >= 24 * 3 * hidden
     stored = rows.read("row3")
     ids, states = torch.tensor(stored.row.input_ids[1:]), stored.aux_states
@@ -54,12 +54,12 @@ def test_a_linear_map_to_the_next_state_is_found(tmp_path, changes):
 
 def test_the_same_rows_give_the_same_layer(tmp_path):
     fakes.tiny_verifier(tmp_path / "v", "llama", num_layers=6)
-    facts = load_facts(str(tmp_path / "v"), False)
-    rows = linear_rows(load_facts(str(tmp_path / "v"), False).hidden_size, facts.vocab_size, 4, 40)
+    verifier_config = load_verifier_config(str(tmp_path / "v"), False)
+    rows = linear_rows(load_verifier_config(str(tmp_path / "v"), False).hidden_size, verifier_config.vocab_size, 4, 40)
     found = []
     for _ in range(2):
         drafter = new_drafter(tmp_path / "v")
-        start_from_verifier(drafter, facts)
+        start_from_verifier(drafter, verifier_config)
         fit_first_layer(drafter, rows, 4)
         found.append(drafter.state_dict())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

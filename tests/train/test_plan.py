@@ -22,7 +22,7 @@ from peagle.train.plan import Decision, decide
 from peagle.train.run import checkpoint_bytes, train
 from peagle.train.sources import MemoryRows, StoreRows
 from peagle.train.start import initialise, mask_hidden
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
 from tests.fakes import tiny_verifier
 from tests.train.files import Files, make_files
@@ -288,8 +288,8 @@ def test_rank_0_s_decision_survives_json(files, tmp_path):
 
 @pytest.mark.parametrize("draft_ids", [None, [3, 7, 8, 20, 250]])
 def test_a_drafter_starts_from_the_verifier_s_embedding_head_and_norm(files, tmp_path, draft_ids):
-    facts = load_facts(str(files.verifier), False)
-    embedding, head = load_embedding(facts), load_head(facts)
+    verifier_config = load_verifier_config(str(files.verifier), False)
+    embedding, head = load_embedding(verifier_config), load_head(verifier_config)
     decision = decide(files.config(tmp_path))
     shape = decision.drafter_config()
     ids = None if draft_ids is None else torch.tensor(draft_ids)
@@ -320,11 +320,13 @@ def test_mask_hidden_starts_at_the_scale_of_real_states():
 
 
 def test_a_mask_token_s_row_of_zeros_is_given_the_scale_of_the_others(files, tmp_path):
-    facts = load_facts(str(files.verifier), False)
-    embedding = load_embedding(facts).clone()
+    verifier_config = load_verifier_config(str(files.verifier), False)
+    embedding = load_embedding(verifier_config).clone()
     shape = decide(files.config(tmp_path)).drafter_config()
     embedding[shape.mask_token_id] = 0
-    made = initialise(shape, embedding, load_head(facts), None, MemoryRows(_wide(rows(3), facts.hidden_size)), 1)
+    made = initialise(
+        shape, embedding, load_head(verifier_config), None, MemoryRows(_wide(rows(3), verifier_config.hidden_size)), 1
+    )
     row, usual = made.embed_tokens.weight[shape.mask_token_id], embedding.square().mean(1).sqrt().median()
     assert row.square().mean().sqrt().item() == pytest.approx(usual.item(), rel=0.3)
 

@@ -16,7 +16,7 @@ from peagle.hidden_states.store import StoreReader
 from peagle.train.config import TrainConfig
 from peagle.train.run import train
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests.train.files import Files, make_files
 from tests.vllm.fake_vllm import FakeServer
 
@@ -38,14 +38,14 @@ class RealServer(FakeServer):
 
     def __init__(self, files: Files, folder: Path, port: int = 0, fault=None) -> None:
         super().__init__(folder, str(files.verifier), port, fault)
-        facts = load_facts(str(files.verifier), False)
-        self.own = TransformersVerifier(facts, "float32", "cpu")
+        verifier_config = load_verifier_config(str(files.verifier), False)
+        self.own = TransformersVerifier(verifier_config, "float32", "cpu")
         aux = StoreReader.open(files.states).spec.aux_layer_ids
-        self.layer_ids = [*aux, facts.num_layers]
-        self.facts = {
-            "num_layers": facts.num_layers,
-            "hidden_size": facts.hidden_size,
-            "vocab_size": facts.vocab_size,
+        self.layer_ids = [*aux, verifier_config.num_layers]
+        self.verifier_config = {
+            "num_layers": verifier_config.num_layers,
+            "hidden_size": verifier_config.hidden_size,
+            "vocab_size": verifier_config.vocab_size,
         }
         self.max_model_len = 512
 
@@ -53,7 +53,7 @@ class RealServer(FakeServer):
             with fake._lock:
                 found = self.own.run([ids], aux, [[]])
             (states,) = found
-            aux_states = states.aux_states.view(len(ids), len(aux), facts.hidden_size)
+            aux_states = states.aux_states.view(len(ids), len(aux), verifier_config.hidden_size)
             fake.save(name, ids, torch.cat([aux_states, states.last_states[:, None]], 1).contiguous())
 
         self.write = write

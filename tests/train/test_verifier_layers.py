@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from peagle.drafter.model_config import config_for
 from peagle.drafter.network import Drafter
 from peagle.train.start import start_from_verifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests import fakes
 
 
@@ -27,7 +27,7 @@ def new_drafter(folder, **changes) -> Drafter:
         "norm_before_fc": False,
     }
     torch.manual_seed(0)
-    return Drafter(config_for(load_facts(str(folder), False), **{**values, **changes}))
+    return Drafter(config_for(load_verifier_config(str(folder), False), **{**values, **changes}))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
@@ -35,7 +35,7 @@ def test_the_last_layers_are_the_verifiers(tmp_path, family):
     fakes.tiny_verifier(tmp_path / "v", family, num_layers=8)
     drafter = new_drafter(tmp_path / "v")
     before = drafter.layers[0].self_attn.q_proj.weight[:, : drafter.config.hidden_size].clone()
-    assert start_from_verifier(drafter, load_facts(str(tmp_path / "v"), False)) is None
+    assert start_from_verifier(drafter, load_verifier_config(str(tmp_path / "v"), False)) is None
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "v").model.layers
     for ours, index in ((0, 6), (1, 7)):
         for leaf in ("mlp.down_proj", "mlp.gate_proj", "self_attn.o_proj", "post_attention_layernorm"):
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_said_and_nothing_changes(tmp_path, family, changes
     fakes.tiny_verifier(tmp_path / "v", family, num_layers=8)
     drafter = new_drafter(tmp_path / "v", **changes)
     before = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    found = start_from_verifier(drafter, load_facts(str(tmp_path / "v"), False))
+    found = start_from_verifier(drafter, load_verifier_config(str(tmp_path / "v"), False))
     assert found is not None
     assert re.search(reason, found)
     assert all(torch.equal(drafter.state_dict()[name], tensor) for name, tensor in before.items())

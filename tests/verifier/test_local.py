@@ -7,7 +7,7 @@ import torch
 
 from peagle.errors import VerifierError
 from peagle.verifier.local import TransformersVerifier, group_by_length, resolve_device, resolve_dtype
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_head
 from tests import fakes
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def verifier(folder):
-    return TransformersVerifier(load_facts(str(folder), False), "float32", "cpu")
+    return TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,9 @@ def test_H13_the_last_layer_may_be_asked_for_and_is_the_state_before_the_norm(ve
 
 @pytest.mark.parametrize("family", fakes.WRAPPERS)
 def test_of_a_multimodal_wrapper_the_text_models_states_are_taken(tmp_path, family):
-    wrapped = TransformersVerifier(load_facts(str(fakes.tiny_verifier(tmp_path, family)), False), "float32", "cpu")
+    wrapped = TransformersVerifier(
+        load_verifier_config(str(fakes.tiny_verifier(tmp_path, family)), False), "float32", "cpu"
+    )
     ids = fakes.random_row("r", 20, 2, 260, 3).input_ids
     aux, _ = wrapped.states([ids], (2, 4, 5))[0]
     hidden = own_states(wrapped, ids).hidden_states
@@ -80,7 +82,7 @@ def test_of_a_multimodal_wrapper_the_text_models_states_are_taken(tmp_path, fami
 
 
 def test_H16_the_norm_is_applied_exactly_once(folder, verifier, rows):
-    head = load_head(verifier.facts)
+    head = load_head(verifier.verifier_config)
     own = own_states(verifier, rows[1]).logits[0].log_softmax(-1)
     _, last = verifier.states([rows[1]], (2, 4, 5))[0]
 
@@ -99,17 +101,17 @@ def test_H16_the_norm_is_applied_exactly_once(folder, verifier, rows):
 def test_H16_a_family_that_peagle_reads_wrongly_is_refused_before_extraction(verifier, rows, wrong):
     import dataclasses
 
-    verifier.check_head(load_head(verifier.facts), rows[1])
+    verifier.check_head(load_head(verifier.verifier_config), rows[1])
     with pytest.raises(VerifierError, match="does not know how the qwen3 family computes them"):
-        verifier.check_head(load_head(dataclasses.replace(verifier.facts, **wrong)), rows[1])
+        verifier.check_head(load_head(dataclasses.replace(verifier.verifier_config, **wrong)), rows[1])
 
 
 def test_states_come_in_the_verifiers_dtype(tmp_path):
-    facts = load_facts(str(fakes.tiny_verifier(tmp_path, "llama", dtype="bfloat16")), False)
-    own = TransformersVerifier(facts, "auto", "cpu")
+    verifier_config = load_verifier_config(str(fakes.tiny_verifier(tmp_path, "llama", dtype="bfloat16")), False)
+    own = TransformersVerifier(verifier_config, "auto", "cpu")
     assert {states.dtype for states in own.states([[3, 4, 5]], (2, 4, 5))[0]} == {torch.bfloat16}
-    own.check_head(load_head(facts), [3, 4, 5, 6, 7, 8])
-    assert TransformersVerifier(facts, "float32", "cpu").states([[3, 4]], (2,))[0][0].dtype == torch.float32
+    own.check_head(load_head(verifier_config), [3, 4, 5, 6, 7, 8])
+    assert TransformersVerifier(verifier_config, "float32", "cpu").states([[3, 4]], (2,))[0][0].dtype == torch.float32
 
 
 def test_choices_are_the_models_own_argmax(verifier, rows):
@@ -141,13 +143,13 @@ def test_missing_weights_are_refused_not_made_up(tmp_path):
     tensors.pop("model.layers.3.mlp.up_proj.weight")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(VerifierError, match=r"lack 1 of the model's tensors .*layers.3.mlp.up_proj"):
-        TransformersVerifier(load_facts(str(folder), False), "float32", "cpu")
+        TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cpu")
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fakes.tiny_config("llama").to_dict()))
     with pytest.raises(VerifierError, match="cannot be loaded") as caught:
-        TransformersVerifier(load_facts(str(tmp_path), False), "float32", "cpu")
+        TransformersVerifier(load_verifier_config(str(tmp_path), False), "float32", "cpu")
     assert "\n" not in str(caught.value)
 
 
@@ -159,4 +161,4 @@ def test_devices_and_dtypes_are_checked(verifier):
         with pytest.raises(VerifierError, match="torch sees no GPU here"):
             resolve_device("cuda:3")
     with pytest.raises(VerifierError, match="--dtype int7"):
-        resolve_dtype(verifier.facts, "int7")
+        resolve_dtype(verifier.verifier_config, "int7")

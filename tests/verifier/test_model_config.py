@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from peagle.errors import VerifierError
-from peagle.verifier.model_config import drafter_rope, load_facts
+from peagle.verifier.model_config import drafter_rope, load_verifier_config
 from tests import fakes
 
 
@@ -17,7 +17,7 @@ def qwen3(tmp_path):
 
 def facts_with(folder, **changes):
     fakes.edit_config(folder, **changes)
-    return load_facts(str(folder), False)
+    return load_verifier_config(str(folder), False)
 
 
 def inverse_frequencies(rope, head_dim):
@@ -34,15 +34,15 @@ def inverse_frequencies(rope, head_dim):
     ids=["old", "old with null scaling", "new"],
 )
 def test_F10_rope_base_is_read_from_the_old_and_the_new_layout(qwen3, changes):
-    facts = facts_with(qwen3, head_dim=64, **changes)
-    assert facts.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
-    assert inverse_frequencies(facts.rope_parameters, 64)[1].item() == pytest.approx(0.649, abs=1e-3)
+    verifier_config = facts_with(qwen3, head_dim=64, **changes)
+    assert verifier_config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    assert inverse_frequencies(verifier_config.rope_parameters, 64)[1].item() == pytest.approx(0.649, abs=1e-3)
 
 
 def test_F10_rope_scaling_of_the_old_layout_keeps_its_type_and_keys(qwen3):
     scaling = {"type": "linear", "factor": 2.0}
-    facts = facts_with(qwen3, rope_parameters=..., rope_theta=1e6, rope_scaling=scaling)
-    assert facts.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    verifier_config = facts_with(qwen3, rope_parameters=..., rope_theta=1e6, rope_scaling=scaling)
+    assert verifier_config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
 
 
 @pytest.mark.parametrize("rope", [None, ..., {"rope_type": "default", "rope_theta": 10000.0}])
@@ -51,9 +51,11 @@ def test_F12_null_absent_and_default_rope_are_plain_rope(qwen3, rope):
 
 
 def test_F12_yarn_reaches_the_drafter_as_yarn_with_all_its_keys(tmp_path):
-    facts = load_facts(str(fakes.tiny_verifier(tmp_path, "gpt_oss")), False)
-    assert facts.rope_parameters["rope_type"] == "yarn"
-    assert {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings"} <= set(facts.rope_parameters)
+    verifier_config = load_verifier_config(str(fakes.tiny_verifier(tmp_path, "gpt_oss")), False)
+    assert verifier_config.rope_parameters["rope_type"] == "yarn"
+    assert {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings"} <= set(
+        verifier_config.rope_parameters
+    )
 
 
 def test_F13_an_explicit_head_width_is_honoured(qwen3):
@@ -66,11 +68,11 @@ def test_F13_without_head_dim_it_is_hidden_size_over_heads(tmp_path):
 
 
 def test_F08_nested_sizes_other_activation_key_and_split_rope_are_read(tmp_path):
-    facts = load_facts(str(fakes.tiny_verifier(tmp_path, "gemma3", hidden_size=32)), False)
-    assert facts.has_text_config
-    assert facts.hidden_size == 32
-    assert facts.hidden_act == "gelu_pytorch_tanh"
-    assert facts.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    verifier_config = load_verifier_config(str(fakes.tiny_verifier(tmp_path, "gemma3", hidden_size=32)), False)
+    assert verifier_config.has_text_config
+    assert verifier_config.hidden_size == 32
+    assert verifier_config.hidden_act == "gelu_pytorch_tanh"
+    assert verifier_config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
 
 
 def test_F08_a_gemma_4_style_configuration_is_read(tmp_path):
@@ -88,19 +90,19 @@ def test_F08_a_gemma_4_style_configuration_is_read(tmp_path):
     }
     values = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    facts = load_facts(str(tmp_path), False)
-    assert (facts.hidden_size, facts.num_layers, facts.vocab_size) == (48, 6, 300)
-    assert facts.hidden_act == "gelu_pytorch_tanh"
-    assert facts.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
-    assert facts.embedding_scale == 48**0.5
-    assert not facts.norm_adds_one
+    verifier_config = load_verifier_config(str(tmp_path), False)
+    assert (verifier_config.hidden_size, verifier_config.num_layers, verifier_config.vocab_size) == (48, 6, 300)
+    assert verifier_config.hidden_act == "gelu_pytorch_tanh"
+    assert verifier_config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    assert verifier_config.embedding_scale == 48**0.5
+    assert not verifier_config.norm_adds_one
 
 
 def test_F06_a_quantisation_block_is_said_and_stays_out_of_everything_else(qwen3):
-    plain = load_facts(str(qwen3), False)
-    facts = facts_with(qwen3, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
-    assert (plain.quantization, facts.quantization) == (None, "fp8")
-    assert {key for key, value in vars(facts).items() if value != vars(plain)[key]} == {"quantization"}
+    plain = load_verifier_config(str(qwen3), False)
+    verifier_config = facts_with(qwen3, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    assert (plain.quantization, verifier_config.quantization) == (None, "fp8")
+    assert {key for key, value in vars(verifier_config).items() if value != vars(plain)[key]} == {"quantization"}
 
 
 def test_multimodal_rope_sections_and_partial_rotation_are_left_out():
@@ -116,20 +118,20 @@ def test_of_a_rope_per_layer_type_the_global_one_is_taken():
 
 
 def test_the_end_tokens_come_from_the_generation_configuration_first(qwen3):
-    assert load_facts(str(qwen3), False).eos_token_ids == (2,)
+    assert load_verifier_config(str(qwen3), False).eos_token_ids == (2,)
     (qwen3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert load_facts(str(qwen3), False).eos_token_ids == (7, 9)
+    assert load_verifier_config(str(qwen3), False).eos_token_ids == (7, 9)
 
 
 def test_a_configuration_without_dtype_gives_that_of_the_stored_tensors(tmp_path):
     folder = fakes.tiny_verifier(tmp_path, "llama", dtype="bfloat16")
     fakes.edit_config(folder, dtype=..., torch_dtype=...)
-    assert load_facts(str(folder), False).dtype == "bfloat16"
+    assert load_verifier_config(str(folder), False).dtype == "bfloat16"
 
 
 def test_granite_scales_are_read(tmp_path):
-    facts = load_facts(str(fakes.tiny_verifier(tmp_path, "granite")), False)
-    assert (facts.embedding_scale, facts.logit_scale) == (3.0, 0.25)
+    verifier_config = load_verifier_config(str(fakes.tiny_verifier(tmp_path, "granite")), False)
+    assert (verifier_config.embedding_scale, verifier_config.logit_scale) == (3.0, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -151,19 +153,22 @@ def test_granite_scales_are_read(tmp_path):
 )
 def test_a_model_that_cannot_be_used_is_refused_in_one_line(qwen3, prepare, message):
     with pytest.raises(VerifierError, match=message) as caught:
-        load_facts(str(prepare(qwen3)), False)
+        load_verifier_config(str(prepare(qwen3)), False)
     assert "\n" not in str(caught.value)
 
 
 def test_a_family_without_an_rms_norm_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "vocab_size": 100}))
     with pytest.raises(VerifierError, match="gpt_neox model has no RMS norm"):
-        load_facts(str(tmp_path), False)
+        load_verifier_config(str(tmp_path), False)
 
 
 def test_tensor_names_are_given_by_role(qwen3):
-    facts = load_facts(str(qwen3), False)
-    assert facts.with_tensor_names(["head=x.weight", "norm=n"]).tensor_names == {"head": "x.weight", "norm": "n"}
+    verifier_config = load_verifier_config(str(qwen3), False)
+    assert verifier_config.with_tensor_names(["head=x.weight", "norm=n"]).tensor_names == {
+        "head": "x.weight",
+        "norm": "n",
+    }
     for wrong in ("tail=x", "head", "head="):
         with pytest.raises(VerifierError, match="roles are embedding, norm, head"):
-            facts.with_tensor_names([wrong])
+            verifier_config.with_tensor_names([wrong])

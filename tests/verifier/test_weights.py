@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from peagle.errors import VerifierError
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import TensorFiles, VerifierHead, fingerprint, load_embedding, load_head
 from tests import fakes
 
@@ -24,7 +24,7 @@ def rewrite(folder, change):
 
 def own_logits_and_states(folder, ids):
     """The model's own logits and its state before the final norm, by Transformers alone."""
-    verifier = TransformersVerifier(load_facts(str(folder), False), "float32", "cpu")
+    verifier = TransformersVerifier(load_verifier_config(str(folder), False), "float32", "cpu")
     kept = {}
     norm = verifier.decoder.norm
     handle = norm.register_forward_pre_hook(lambda module, given: kept.update(state=given[0]))
@@ -39,12 +39,12 @@ def test_targets_equal_the_verifiers_own_logits(tmp_path, family):
     folder = fakes.tiny_verifier(tmp_path, family)
     ids = fakes.random_row("r", 60, 5, 260, 1).input_ids
     output, last_states = own_logits_and_states(folder, ids)
-    facts = load_facts(str(folder), False)
-    head = load_head(facts)
+    verifier_config = load_verifier_config(str(folder), False)
+    head = load_head(verifier_config)
     logits = head.logits(head.normed(last_states))
     assert logits.shape == output.logits[0].shape
     assert (logits - output.logits[0]).abs().max() <= 1e-5 * output.logits[0].abs().max()
-    embedding = load_embedding(facts)[ids].float()
+    embedding = load_embedding(verifier_config)[ids].float()
     assert torch.allclose(embedding, output.hidden_states[0][0], rtol=1e-6, atol=1e-7)
 
 
@@ -59,20 +59,20 @@ def test_F01_single_file_shards_and_tied_heads_all_load(tmp_path, family, tied):
     assert not (one / "model.safetensors.index.json").exists()
     assert len(list(many.glob("*.safetensors"))) >= 3
     for folder in (one, many):
-        facts = load_facts(str(folder), False)
-        assert torch.equal(load_head(facts).weight, expected_head)
-        assert torch.equal(load_embedding(facts) / facts.embedding_scale, expected_embedding)
+        verifier_config = load_verifier_config(str(folder), False)
+        assert torch.equal(load_head(verifier_config).weight, expected_head)
+        assert torch.equal(load_embedding(verifier_config) / verifier_config.embedding_scale, expected_embedding)
 
 
 def test_F01_pytorch_files_load_and_other_formats_are_refused(tmp_path):
     folder = fakes.tiny_verifier(tmp_path, "llama")
-    expected = load_head(load_facts(str(folder), False)).weight
+    expected = load_head(load_verifier_config(str(folder), False)).weight
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    assert torch.equal(load_head(load_facts(str(folder), False)).weight, expected)
+    assert torch.equal(load_head(load_verifier_config(str(folder), False)).weight, expected)
     (folder / "pytorch_model.bin").rename(folder / "model.h5")
     with pytest.raises(VerifierError, match=r"no weights .*found .h5 files"):
-        load_head(load_facts(str(folder), False))
+        load_head(load_verifier_config(str(folder), False))
 
 
 def test_F01_a_missing_shard_and_a_damaged_file_are_named(tmp_path):
@@ -81,11 +81,11 @@ def test_F01_a_missing_shard_and_a_damaged_file_are_named(tmp_path):
     shard = folder / index["weight_map"]["model.norm.weight"]
     shard.unlink()
     with pytest.raises(VerifierError, match=f"{shard.name} is missing"):
-        load_head(load_facts(str(folder), False))
+        load_head(load_verifier_config(str(folder), False))
     folder = fakes.tiny_verifier(tmp_path / "b", "llama")
     (folder / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(VerifierError, match=r"model\.safetensors: cannot be read"):
-        load_head(load_facts(str(folder), False))
+        load_head(load_verifier_config(str(folder), False))
 
 
 @pytest.mark.parametrize(
@@ -93,30 +93,30 @@ def test_F01_a_missing_shard_and_a_damaged_file_are_named(tmp_path):
 )
 def test_F03_known_aliases_of_the_embedding_are_found(tmp_path, name):
     folder = fakes.tiny_verifier(tmp_path, "llama")
-    expected = load_embedding(load_facts(str(folder), False))
+    expected = load_embedding(load_verifier_config(str(folder), False))
     rewrite(folder, lambda tensors: {name if "embed" in key else key: t for key, t in tensors.items()})
-    facts = load_facts(str(folder), False)
-    assert torch.equal(load_embedding(facts), expected)
-    assert torch.equal(load_head(facts).weight, expected)
+    verifier_config = load_verifier_config(str(folder), False)
+    assert torch.equal(load_embedding(verifier_config), expected)
+    assert torch.equal(load_head(verifier_config).weight, expected)
 
 
 def test_F03_an_unknown_name_lists_close_ones_and_can_be_given(tmp_path):
     folder = fakes.tiny_verifier(tmp_path, "llama")
-    expected = load_embedding(load_facts(str(folder), False))
+    expected = load_embedding(load_verifier_config(str(folder), False))
     rewrite(folder, lambda tensors: {"a.odd_embed.w" if "embed" in key else key: t for key, t in tensors.items()})
-    facts = load_facts(str(folder), False)
+    verifier_config = load_verifier_config(str(folder), False)
     with pytest.raises(VerifierError, match=r"close ones: a.odd_embed.w.*embedding=NAME"):
-        load_embedding(facts)
-    assert torch.equal(load_embedding(facts.with_tensor_names(["embedding=a.odd_embed.w"])), expected)
+        load_embedding(verifier_config)
+    assert torch.equal(load_embedding(verifier_config.with_tensor_names(["embedding=a.odd_embed.w"])), expected)
     with pytest.raises(VerifierError, match="no tensor named b"):
-        load_embedding(facts.with_tensor_names(["embedding=b"]))
+        load_embedding(verifier_config.with_tensor_names(["embedding=b"]))
 
 
 def test_an_untied_verifier_without_a_head_is_refused(tmp_path):
     folder = fakes.tiny_verifier(tmp_path, "llama", tie_word_embeddings=True)
     fakes.edit_config(folder, tie_word_embeddings=False)
     with pytest.raises(VerifierError, match="for the head and its configuration says that the head is not tied"):
-        load_head(load_facts(str(folder), False))
+        load_head(load_verifier_config(str(folder), False))
 
 
 def untied(tmp_path):
@@ -136,14 +136,14 @@ def test_F05_a_packed_head_is_refused_by_the_name_of_its_format(tmp_path, suffix
 
     rewrite(folder, pack)
     with pytest.raises(VerifierError, match=rf"lm_head.{suffix} is quantised \({name}"):
-        load_head(load_facts(str(folder), False))
+        load_head(load_verifier_config(str(folder), False))
 
 
 def test_F05_bytes_under_a_plain_name_are_never_read_as_floats(tmp_path):
     folder = untied(tmp_path)
     rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": torch.zeros(272, 64, dtype=torch.uint8)})
     with pytest.raises(VerifierError, match="stored as uint8"):
-        load_head(load_facts(str(folder), False))
+        load_head(load_verifier_config(str(folder), False))
 
 
 def test_F05_an_fp8_body_with_a_bf16_head_works(tmp_path):
@@ -157,7 +157,7 @@ def test_F05_an_fp8_body_with_a_bf16_head_works(tmp_path):
 
     rewrite(folder, quantise)
     fakes.edit_config(folder, quantization_config={"quant_method": "fp8"})
-    assert torch.equal(load_head(load_facts(str(folder), False)).weight, head)
+    assert torch.equal(load_head(load_verifier_config(str(folder), False)).weight, head)
 
 
 @pytest.mark.parametrize("scale_shape", [(), (272, 1), (272,), (3, 1)], ids=["tensor", "row", "flat row", "block"])
@@ -178,27 +178,27 @@ def test_an_eight_bit_head_is_dequantised(tmp_path, scale_shape, dtype):
     quantised = (quantised.round() if dtype == torch.int8 else quantised).to(dtype)
     name = "lm_head.weight_scale_inv" if scale_shape == (3, 1) else "lm_head.weight_scale"
     rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": quantised, name: scale})
-    head = load_head(load_facts(str(folder), False)).weight
+    head = load_head(load_verifier_config(str(folder), False)).weight
     assert (head - exact).abs().max() <= 0.04 * exact.abs().max()
 
 
 def test_F09_the_embedding_is_what_the_first_layer_sees_scale_included(tmp_path):
     folder = fakes.tiny_verifier(tmp_path, "gemma3_text")
-    facts = load_facts(str(folder), False)
-    assert facts.embedding_scale == 8.0
-    verifier = TransformersVerifier(facts, "float32", "cpu")
+    verifier_config = load_verifier_config(str(folder), False)
+    assert verifier_config.embedding_scale == 8.0
+    verifier = TransformersVerifier(verifier_config, "float32", "cpu")
     (first_layer_input, _), *_ = verifier.states([[5, 6, 7]], (0,))
-    assert torch.allclose(load_embedding(facts)[[5, 6, 7]], first_layer_input, rtol=1e-6)
+    assert torch.allclose(load_embedding(verifier_config)[[5, 6, 7]], first_layer_input, rtol=1e-6)
     stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     assert not torch.allclose(stored[[5, 6, 7]], first_layer_input, rtol=1e-2)
 
 
 def test_the_vocabulary_padded_beyond_the_tokenizer_is_kept(tmp_path):
     folder = fakes.tiny_verifier(tmp_path, "qwen3", vocab_size=320)
-    assert load_head(load_facts(str(folder), False)).weight.shape == (320, 64)
+    assert load_head(load_verifier_config(str(folder), False)).weight.shape == (320, 64)
     fakes.edit_config(folder, vocab_size=512)
     with pytest.raises(VerifierError, match=r"shape \[320, 64\], expected \[512, 64\]"):
-        load_head(load_facts(str(folder), False))
+        load_head(load_verifier_config(str(folder), False))
 
 
 def test_a_restricted_head_gives_the_same_logits_for_its_tokens():
@@ -223,7 +223,7 @@ def test_the_fingerprint_survives_a_copy_and_notices_other_weights(tmp_path):
     a = fakes.tiny_verifier(tmp_path / "a", "llama", seed=1)
     b = fakes.tiny_verifier(tmp_path / "b", "llama", seed=1)
     c = fakes.tiny_verifier(tmp_path / "c", "llama", seed=2)
-    prints = [fingerprint(load_facts(str(folder), False)) for folder in (a, b, c)]
+    prints = [fingerprint(load_verifier_config(str(folder), False)) for folder in (a, b, c)]
     assert prints[0] == prints[1] != prints[2]
 
 
@@ -263,12 +263,12 @@ def write_gguf(folder, quantisation):
 def test_a_gguf_files_norm_head_and_embedding_are_read_dequantised(tmp_path):
     gguf = pytest.importorskip("gguf")
     tensors = write_gguf(tmp_path, gguf.GGMLQuantizationType.Q8_0)
-    facts = load_facts(str(tmp_path), False)
-    head = load_head(facts)
+    verifier_config = load_verifier_config(str(tmp_path), False)
+    head = load_head(verifier_config)
     assert torch.equal(head.norm_weight, tensors["model.norm.weight"])
     for mine, exact in (
         (head.weight, tensors["lm_head.weight"]),
-        (load_embedding(facts), tensors["model.embed_tokens.weight"]),
+        (load_embedding(verifier_config), tensors["model.embed_tokens.weight"]),
     ):
         assert mine.shape == exact.shape
         assert (mine - exact).abs().max() <= 0.01 * exact.abs().max()
@@ -278,21 +278,21 @@ def test_a_gguf_verifiers_states_and_targets_are_those_of_its_dequantised_model(
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     write_gguf(tmp_path, gguf.GGMLQuantizationType.Q8_0)
-    facts = load_facts(str(tmp_path), False)
-    verifier = TransformersVerifier(facts, "float32", "cpu")
-    verifier.check_head(load_head(facts), list(range(3, 40)))
+    verifier_config = load_verifier_config(str(tmp_path), False)
+    verifier = TransformersVerifier(verifier_config, "float32", "cpu")
+    verifier.check_head(load_head(verifier_config), list(range(3, 40)))
 
 
 def test_of_several_gguf_files_none_is_guessed(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     (tmp_path / "config.json").write_text(json.dumps(fakes.tiny_config("qwen3").to_dict()))
-    facts = load_facts(str(tmp_path), False)
+    verifier_config = load_verifier_config(str(tmp_path), False)
     with pytest.raises(VerifierError, match="2 GGUF files"):
-        load_head(facts)
+        load_head(verifier_config)
     (tmp_path / "b.gguf").unlink()
     with pytest.raises(VerifierError, match=r"a\.gguf: cannot be read"):
-        load_head(facts)
+        load_head(verifier_config)
 
 
 @pytest.mark.parametrize(

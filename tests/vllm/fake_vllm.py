@@ -31,14 +31,14 @@ Fault = Callable[["FakeServer", int, dict[str, Any]], tuple[int, dict[str, Any]]
 class FakeServer:
     """Serves until `close`. `fault(server, number, payload)` may answer in its stead: a (status, body), or "drop".
 
-    Attributes set before or between requests: `layer_ids`, `max_model_len`, `facts` (overrides of what the connector
+    Attributes set before or between requests: `layer_ids`, `max_model_len`, `verifier_config` (overrides of what the connector
     says), `write` (replaces the file writer), `requests` (all completions payloads so far).
     """
 
     def __init__(self, folder: Path, name: str = "verifier", port: int = 0, fault: Fault | None = None) -> None:
         self.folder, self.name, self.fault = folder / "in-flight", name, fault
         self.layer_ids, self.max_model_len = [2, 4, 5, 8], 256
-        self.facts: dict[str, Any] = {}
+        self.verifier_config: dict[str, Any] = {}
         self.verifier: Any = None  # a TransformersVerifier whose states and choices are given instead
         self.has_connector = True
         self.health, self.write_delay_s = 200, 0.0
@@ -169,7 +169,7 @@ class FakeServer:
                 "vocab_size": VOCAB,
                 "max_model_len": self.max_model_len,
                 "hidden_states_path": str(self.folder / f"{name}.safetensors"),
-                **self.facts,
+                **self.verifier_config,
             }
             self.write(self, name, ids)
         return 200, body

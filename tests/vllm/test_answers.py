@@ -17,7 +17,7 @@ from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
 from peagle.vllm.client import RetryPolicy
 from tests.fakes import byte_tokenizer, tiny_verifier
 from tests.vllm.fake_vllm import VOCAB, FakeServer
-from tests.vllm.test_endpoint import facts
+from tests.vllm.test_endpoint import verifier_config
 
 QUICK = RetryPolicy(timeout_s=10.0, max_retries=3, restart_wait_s=1.0)
 
@@ -35,7 +35,7 @@ def settings(**changes: object) -> GenerationSettings:
 
 
 def source(server: FakeServer, generation: GenerationSettings, name: str = "verifier") -> EndpointAnswers:
-    return EndpointAnswers(facts(name), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK))
+    return EndpointAnswers(verifier_config(name), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK))
 
 
 def run(src: EndpointAnswers, prompts: list[Prompt]) -> dict[str, Answered | RowRefused]:
@@ -232,7 +232,7 @@ def test_chats_are_rendered_by_the_server_and_kept_as_it_says(server: FakeServer
     server.chats = as_chat
     generation = settings(tail_tokens=2)
     made = EndpointAnswers(
-        facts("verifier"), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
+        verifier_config("verifier"), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
     )
     messages = ({"role": "system", "content": "sys"}, {"role": "user", "content": "hello"})
     tools = ({"type": "function", "function": {"name": "f"}},)
@@ -254,7 +254,7 @@ def test_chats_are_rendered_by_the_server_and_kept_as_it_says(server: FakeServer
 def test_a_chat_server_that_does_not_say_what_it_rendered_is_refused(server: FakeServer) -> None:
     server.chats = lambda payload: {"choices": as_chat(payload)["choices"]}
     made = EndpointAnswers(
-        facts("verifier"), settings(), AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
+        verifier_config("verifier"), settings(), AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
     )
     asked = Conversation("a", "x", "x", 1, ({"role": "user", "content": "hello"},), (), {}, (), ())
     with pytest.raises(EndpointError, match="hold no token ids"):

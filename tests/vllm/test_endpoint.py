@@ -12,7 +12,7 @@ import torch
 
 from peagle.data.records import TokenRow
 from peagle.errors import DiskError, EndpointError
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
 from peagle.vllm.client import RetryPolicy
 from peagle.vllm.states import EndpointSettings, EndpointSource
@@ -28,10 +28,10 @@ def server(tmp_path: Path) -> Iterator[FakeServer]:
     fake.close()
 
 
-def facts(name: str = "verifier") -> VerifierFacts:
-    values = {field.name: None for field in dataclasses.fields(VerifierFacts)}
+def verifier_config(name: str = "verifier") -> VerifierConfig:
+    values = {field.name: None for field in dataclasses.fields(VerifierConfig)}
     values |= {"name_or_path": name, "num_layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB}
-    return VerifierFacts(**(values | {"max_position_embeddings": 512}))
+    return VerifierConfig(**(values | {"max_position_embeddings": 512}))
 
 
 def rows(*lengths: int) -> list[TokenRow]:
@@ -53,7 +53,7 @@ def source(
 ) -> EndpointSource:
     urls = tuple(fake.url for fake in (server, *more))
     settings = EndpointSettings(urls, None, None, concurrency, policy, folder or server.folder.parent)
-    return EndpointSource(facts(name), aux, "float32", settings, "store", check)
+    return EndpointSource(verifier_config(name), aux, "float32", settings, "store", check)
 
 
 def run(src: EndpointSource, wanted: list[TokenRow]) -> dict[str, RowStates | RowRefused]:
@@ -354,9 +354,9 @@ def test_what_cannot_work_is_refused_in_one_line_before_the_run(
     if broken == "layers":
         server.layer_ids = [2, 3, 5, 8]
     if broken == "dtype":
-        server.facts = {"dtype": "bfloat16"}
+        server.verifier_config = {"dtype": "bfloat16"}
     if broken == "size":
-        server.facts = {"hidden_size": 16}
+        server.verifier_config = {"hidden_size": 16}
     with pytest.raises(EndpointError, match=said) as caught:
         source(
             server,

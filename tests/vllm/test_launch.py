@@ -10,7 +10,7 @@ import pytest
 from peagle.cli.main import main
 from peagle.config import StageConfig
 from peagle.errors import ConfigError, EndpointError
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm import launch as vllm_launch
 from peagle.vllm.client import normal_url
 from peagle.vllm.launch import LaunchConfig, ServerCommand, launch_command, option, server_url
@@ -24,7 +24,7 @@ def command(verifier: Path, *extra: str, ids: tuple[int, ...] = ()) -> ServerCom
     config = LaunchConfig(
         model=str(verifier), hidden_states_path=Path("/shm/states"), target_layer_ids=ids, extra_args=extra
     )
-    return launch_command(config, load_facts(str(verifier), False), ENGINE)
+    return launch_command(config, load_verifier_config(str(verifier), False), ENGINE)
 
 
 def json_of(made: ServerCommand, flag: str) -> dict:

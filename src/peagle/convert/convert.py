@@ -22,7 +22,7 @@ from peagle.drafter.checkpoint import CONFIG, DTYPES, WEIGHTS, write_into
 from peagle.drafter.model_config import LAYER_ARCHITECTURES, DrafterConfig
 from peagle.errors import CheckpointError, ConfigError, VerifierError
 from peagle.files import whole_folder, write_json
-from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.weights import load_embedding, load_head
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ def read(foreign: Foreign, layout: str, settings: ConvertConfig) -> Drawn:
     config, notes = _read_config(foreign, layout, settings)
     name = config.verifier
     verifier = FromVerifier(
-        lambda: load_embedding(_facts(name, settings, foreign.where)),
-        lambda ids: _head(_facts(name, settings, foreign.where), ids),
+        lambda: load_embedding(_verifier_config(name, settings, foreign.where)),
+        lambda ids: _head(_verifier_config(name, settings, foreign.where), ids),
     )
     found, origin = import_tensors(foreign, layout, config, settings.d2t_meaning, settings.drop_unused, verifier)
     origin.read_as = config.model_dump(mode="json")
@@ -122,7 +122,7 @@ def _read_config(foreign: Foreign, layout: str, settings: ConvertConfig) -> tupl
         raise CheckpointError(f"{foreign.where}: does not name its verifier; say which: --verifier-name-or-path")
     if layout == "speculators":
         return _read_speculators(foreign, str(named), settings)
-    found = from_flat(foreign, settings, _facts(str(named), settings, foreign.where))
+    found = from_flat(foreign, settings, _verifier_config(str(named), settings, foreign.where))
     return found.config, found.notes
 
 
@@ -133,10 +133,10 @@ def _read_speculators(
     config, where, notes = as_json(foreign.config), f"{foreign.where}/{CONFIG}", []
     config.setdefault("speculators_config", {}).setdefault("verifier", {})["name_or_path"] = verifier
     if not config.get("eagle_aux_hidden_state_layer_ids"):
-        facts = _facts(verifier, settings, foreign.where)
-        ids = resolve_aux_layer_ids(facts.num_layers, settings.target_layer_ids)
+        verifier_config = _verifier_config(verifier, settings, foreign.where)
+        ids = resolve_aux_layer_ids(verifier_config.num_layers, settings.target_layer_ids)
         config["eagle_aux_hidden_state_layer_ids"] = list(ids)
-        notes.append(f"no layer ids in the source: {list(ids)} are the default for {facts.num_layers} layers")
+        notes.append(f"no layer ids in the source: {list(ids)} are the default for {verifier_config.num_layers} layers")
     methods = config["speculators_config"].get("proposal_methods") or [{}]
     if settings.num_speculative_tokens is not None:
         methods[0]["speculative_tokens"] = settings.num_speculative_tokens
@@ -180,11 +180,13 @@ def _write(drawn: Drawn, settings: ConvertConfig, folder: Path) -> int:
 
 def _write_anew(drawn: Drawn, settings: ConvertConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
     layout, kind = LAYOUTS[settings.to], drawn.config.speculators_model_type
-    facts = None
+    verifier_config = None
     if kind in layout.kinds and not (layout.has_embedding[kind] and layout.has_layer_ids):
-        facts = _facts(settings.verifier_name_or_path or drawn.config.verifier, settings, settings.source)
-    embedding = None if facts is None or layout.has_embedding[kind] else load_embedding(facts)
-    num_layers = None if facts is None else facts.num_layers
+        verifier_config = _verifier_config(
+            settings.verifier_name_or_path or drawn.config.verifier, settings, settings.source
+        )
+    embedding = None if verifier_config is None or layout.has_embedding[kind] else load_embedding(verifier_config)
+    num_layers = None if verifier_config is None else verifier_config.num_layers
     return write_flat(drawn.config, drawn.tensors, drawn.dtype, settings.to, embedding, num_layers, settings.source)
 
 
@@ -199,15 +201,15 @@ def _one_dtype(foreign: Foreign, asked: str) -> tuple[str, dict[str, Tensor]]:
     return asked, {name: t.to(wanted) if t.is_floating_point() else t for name, t in foreign.tensors.items()}
 
 
-def _facts(name: str, settings: ConvertConfig, where: str) -> VerifierFacts:
+def _verifier_config(name: str, settings: ConvertConfig, where: str) -> VerifierConfig:
     try:
-        return load_facts(name, settings.trust_remote_code)
+        return load_verifier_config(name, settings.trust_remote_code)
     except VerifierError as error:
         raise CheckpointError(f"{where}: its verifier is needed: {error}") from None
 
 
-def _head(facts: VerifierFacts, ids: Tensor | None) -> Tensor:
-    head = load_head(facts)
+def _head(verifier_config: VerifierConfig, ids: Tensor | None) -> Tensor:
+    head = load_head(verifier_config)
     weight = head.weight if ids is None else head.restricted(ids).weight
     return weight.to(torch.float32) * head.logit_scale
 

@@ -15,7 +15,7 @@ from peagle.convert.config import ConvertConfig
 from peagle.drafter.checkpoint import read_config, read_weights
 from peagle.drafter.model_config import DrafterConfig, rope_of
 from peagle.errors import CheckpointError, ConfigError, VerifierError
-from peagle.verifier.model_config import VerifierFacts, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, resolve_aux_layer_ids
 
 _PREFIXES = ("model.", "eagle_module.", "draft_model.")
 
@@ -121,13 +121,13 @@ class Read:
     notes: tuple[str, ...]
 
 
-def from_flat(foreign: Foreign, settings: ConvertConfig, facts: VerifierFacts) -> Read:
+def from_flat(foreign: Foreign, settings: ConvertConfig, verifier_config: VerifierConfig) -> Read:
     """Read a flat config, with the tensors' help.
 
     Args:
         foreign: the checkpoint.
         settings: answers to what the source does not say.
-        facts: the verifier.
+        verifier_config: the verifier.
 
     Raises:
         CheckpointError: the drafter cannot be carried, for the reason named.
@@ -140,14 +140,14 @@ def from_flat(foreign: Foreign, settings: ConvertConfig, facts: VerifierFacts) -
     kind = "peagle" if "mask_hidden" in names else "eagle3"
     hidden, heads = int(_need(flat, "hidden_size", where)), int(_need(flat, "num_attention_heads", where))
     vocab_size = int(_need(flat, "vocab_size", where))
-    for target in (flat.get("target_hidden_size"), facts.hidden_size):
+    for target in (flat.get("target_hidden_size"), verifier_config.hidden_size):
         if target not in (None, hidden):
             raise CheckpointError(
                 f"{where}: its width is {hidden}, the verifier's {target}; drafters of another width are not supported"
             )
-    if vocab_size != facts.vocab_size:
+    if vocab_size != verifier_config.vocab_size:
         raise CheckpointError(
-            f"{where}: made for a vocabulary of {vocab_size}, {facts.name_or_path} has {facts.vocab_size}"
+            f"{where}: made for a vocabulary of {vocab_size}, {verifier_config.name_or_path} has {verifier_config.vocab_size}"
         )
     num_aux, rest = divmod(names["fc.weight"][1], hidden)
     if rest:
@@ -163,18 +163,18 @@ def from_flat(foreign: Foreign, settings: ConvertConfig, facts: VerifierFacts) -
         "head_dim": int(flat.get("head_dim") or hidden // heads),
         "rms_norm_eps": float(flat.get("rms_norm_eps", 1e-6)),
         "rope_parameters": _rope(flat, notes),
-        "max_position_embeddings": int(flat.get("max_position_embeddings", facts.max_position_embeddings)),
+        "max_position_embeddings": int(flat.get("max_position_embeddings", verifier_config.max_position_embeddings)),
         "attention_bias": any(name.endswith("_proj.bias") for name in names),
         "vocab_size": vocab_size,
         "draft_vocab_size": int(flat.get("draft_vocab_size") or vocab_size),
         "norm_before_residual": bool(flat.get("norm_before_residual", False)),
         "norm_before_fc": bool(eagle.get("norm_before_fc", flat.get("norm_before_fc", False))),
         "norm_output": kind == "eagle3" and bool(flat.get("norm_output", False)),
-        "aux_layer_ids": _layer_ids(foreign, eagle, num_aux, settings, facts, notes),
+        "aux_layer_ids": _layer_ids(foreign, eagle, num_aux, settings, verifier_config, notes),
         "mask_token_id": _mask_token(flat, settings, where) if kind == "peagle" else None,
         "num_speculative_tokens": _num_speculative_tokens(flat, kind, settings, notes),
-        "verifier": facts.name_or_path,
-        "verifier_architectures": tuple(facts.architectures),
+        "verifier": verifier_config.name_or_path,
+        "verifier_architectures": tuple(verifier_config.architectures),
     }
     if kind == "peagle" and flat.get("norm_output"):
         raise CheckpointError(f"{where}: norm_output cannot be carried: a P-EAGLE drafter feeds nothing back")
@@ -209,7 +209,7 @@ def _layer_ids(
     eagle: dict[str, Any],
     num_aux: int,
     settings: ConvertConfig,
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     notes: list[str],
 ) -> tuple[int, ...]:
     """Layer ids as inputs of layers; see `layer_id_meaning`."""
@@ -217,17 +217,19 @@ def _layer_ids(
     given = foreign.config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     try:
         if settings.target_layer_ids is not None:
-            ids = resolve_aux_layer_ids(facts.num_layers, settings.target_layer_ids)
+            ids = resolve_aux_layer_ids(verifier_config.num_layers, settings.target_layer_ids)
         elif given:
             is_output = settings.layer_id_meaning == "outputs" or (
                 settings.layer_id_meaning == "auto" and int(given[0]) == 1
             )
             if is_output:
                 notes.append(f"layer ids {list(given)} are taken for outputs of layers: one is added to each")
-            ids = resolve_aux_layer_ids(facts.num_layers, [int(i) + is_output for i in given])
+            ids = resolve_aux_layer_ids(verifier_config.num_layers, [int(i) + is_output for i in given])
         else:
-            ids = resolve_aux_layer_ids(facts.num_layers, None)
-            notes.append(f"no layer ids in the source: {list(ids)} are the default for {facts.num_layers} layers")
+            ids = resolve_aux_layer_ids(verifier_config.num_layers, None)
+            notes.append(
+                f"no layer ids in the source: {list(ids)} are the default for {verifier_config.num_layers} layers"
+            )
     except VerifierError as error:
         raise CheckpointError(f"{where}: {error}") from None
     if len(ids) != num_aux:

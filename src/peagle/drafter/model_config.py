@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from peagle._version import __version__
 from peagle.config import StageConfig
 from peagle.errors import CheckpointError, ConfigError
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 
 ARCHITECTURES = {"peagle": "PEagleDraftModel", "eagle3": "Eagle3DraftModel"}
 LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -244,7 +244,7 @@ def rope_of(layers: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_for(
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     speculators_model_type: str,
     layer_type: str | None,
     num_layers: int,
@@ -264,25 +264,25 @@ def config_for(
     return DrafterConfig.build(
         {
             "speculators_model_type": speculators_model_type,
-            "layer_type": layer_type or ("qwen3" if facts.model_type.startswith("qwen3") else "llama"),
-            "hidden_size": facts.hidden_size,
-            "intermediate_size": intermediate_size or facts.intermediate_size,
+            "layer_type": layer_type or ("qwen3" if verifier_config.model_type.startswith("qwen3") else "llama"),
+            "hidden_size": verifier_config.hidden_size,
+            "intermediate_size": intermediate_size or verifier_config.intermediate_size,
             "num_layers": num_layers,
-            "num_attention_heads": facts.num_attention_heads,
-            "num_key_value_heads": facts.num_key_value_heads,
-            "head_dim": facts.head_dim,
-            "rms_norm_eps": facts.rms_norm_eps,
-            "rope_parameters": facts.rope_parameters,
-            "max_position_embeddings": facts.max_position_embeddings,
+            "num_attention_heads": verifier_config.num_attention_heads,
+            "num_key_value_heads": verifier_config.num_key_value_heads,
+            "head_dim": verifier_config.head_dim,
+            "rms_norm_eps": verifier_config.rms_norm_eps,
+            "rope_parameters": verifier_config.rope_parameters,
+            "max_position_embeddings": verifier_config.max_position_embeddings,
             "attention_bias": False,
-            "vocab_size": facts.vocab_size,
-            "draft_vocab_size": draft_vocab_size or facts.vocab_size,
+            "vocab_size": verifier_config.vocab_size,
+            "draft_vocab_size": draft_vocab_size or verifier_config.vocab_size,
             "norm_before_residual": norm_before_residual,
             "norm_before_fc": norm_before_fc,
             "aux_layer_ids": aux_layer_ids,
             "mask_token_id": mask_token_id,
             "num_speculative_tokens": num_speculative_tokens,
-            "verifier": facts.name_or_path,
-            "verifier_architectures": tuple(facts.architectures),
+            "verifier": verifier_config.name_or_path,
+            "verifier_architectures": tuple(verifier_config.architectures),
         }
     )

@@ -13,7 +13,7 @@ from peagle.data import Conversation, ReadyRow, Rejected, TokenRow, UnusableRow,
 from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import CheckpointError, ConfigError, PeagleError
 from peagle.evaluate.config import EvaluateConfig
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.special_tokens import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -207,12 +207,12 @@ def _data_rows(config: EvaluateConfig, tokenizer: Any, found: Read) -> Iterator[
 # ---- Do a drafter and a verifier belong together? Sizes, layers, and the tokens behind the ids.
 
 
-def check_pair(config: DrafterConfig, facts: VerifierFacts, tokenizer: Any) -> str | None:
+def check_pair(config: DrafterConfig, verifier_config: VerifierConfig, tokenizer: Any) -> str | None:
     """Refuse a drafter that was made for another verifier.
 
     Args:
         config: the drafter's.
-        facts: the verifier that is to be used.
+        verifier_config: the verifier that is to be used.
         tokenizer: its tokenizer.
 
     Returns:
@@ -222,28 +222,28 @@ def check_pair(config: DrafterConfig, facts: VerifierFacts, tokenizer: Any) -> s
         CheckpointError: another vocabulary, width or depth, or other tokens behind the same ids.
     """
     for label, ours, theirs in (
-        ("vocabulary", config.vocab_size, facts.vocab_size),
-        ("hidden size", config.hidden_size, facts.hidden_size),
+        ("vocabulary", config.vocab_size, verifier_config.vocab_size),
+        ("hidden size", config.hidden_size, verifier_config.hidden_size),
     ):
         if ours != theirs:
             raise CheckpointError(
-                f"the drafter is made for a verifier of {label} {ours}, {facts.name_or_path} has {theirs}; "
+                f"the drafter is made for a verifier of {label} {ours}, {verifier_config.name_or_path} has {theirs}; "
                 f"it was trained for {config.verifier}"
             )
-    if config.aux_layer_ids[-1] > facts.num_layers:
+    if config.aux_layer_ids[-1] > verifier_config.num_layers:
         raise CheckpointError(
-            f"the drafter reads layer {config.aux_layer_ids[-1]}, {facts.name_or_path} has {facts.num_layers} layers"
+            f"the drafter reads layer {config.aux_layer_ids[-1]}, {verifier_config.name_or_path} has {verifier_config.num_layers} layers"
         )
-    if config.verifier == facts.name_or_path:
+    if config.verifier == verifier_config.name_or_path:
         return None
     try:
-        trained_with = load_tokenizer(config.verifier, facts.trust_remote_code)
+        trained_with = load_tokenizer(config.verifier, verifier_config.trust_remote_code)
     except PeagleError:
         return f"the drafter was trained for {config.verifier}, which is not here: its tokens were not compared"
     difference = token_difference(trained_with, tokenizer)
     if difference is not None:
         raise CheckpointError(
-            f"the drafter was trained for {config.verifier}, whose tokens are not those of {facts.name_or_path}: "
+            f"the drafter was trained for {config.verifier}, whose tokens are not those of {verifier_config.name_or_path}: "
             f"{difference}"
         )
     return None

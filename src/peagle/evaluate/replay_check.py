@@ -22,7 +22,7 @@ from peagle.evaluate.replay import Recorded, Replayed, replay
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.store import StoreReader
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.weights import VerifierHead, load_head
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Agreement:
 
 def replay_recorded(
     config: EvaluateConfig,
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     drafter: Drafter,
     items: Sequence[Item],
     depth: int,
@@ -68,14 +68,14 @@ def replay_recorded(
             "prepared rows in --data-path"
         )
     weight = drafter.fc.weight
-    head = load_head(facts).to(weight.device, weight.dtype)
+    head = load_head(verifier_config).to(weight.device, weight.dtype)
     off_policy = OffPolicy(dtype=weight.dtype)
     source: Iterable[Recorded]
     if config.hidden_states_path is not None:
         reader = open_store(config.hidden_states_path, drafter.config)
         source = from_store(reader, items, head, sampling.is_greedy, off_policy)
     else:
-        verifier = TransformersVerifier(facts, weight.dtype, weight.device)
+        verifier = TransformersVerifier(verifier_config, weight.dtype, weight.device)
         source = on_the_spot(verifier, drafter.config.aux_layer_ids, items, head, sampling.is_greedy, off_policy)
     found = []
     with log.progress("replay", len(items), "answers") as meter:
@@ -116,7 +116,7 @@ def replay_decoded(
         (fresh, on_the_spot(verifier, layers, tailed, None, True, OffPolicy()))
     ]
     if store is not None and stored:
-        head = load_head(verifier.facts).to(verifier.device, verifier.dtype)
+        head = load_head(verifier.verifier_config).to(verifier.device, verifier.dtype)
         sources.append((stored, from_store(store, [items[i] for i in stored], head, True, OffPolicy())))
     found: list[Disagreement] = []
     num_passes = 0

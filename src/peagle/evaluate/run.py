@@ -28,7 +28,7 @@ from peagle.evaluate.replay_check import open_store, replay_decoded, replay_reco
 from peagle.evaluate.results import Outcome, Served
 from peagle.files import whole_file, write_json
 from peagle.verifier.local import TransformersVerifier, resolve_device, resolve_dtype
-from peagle.verifier.model_config import VerifierFacts, load_facts
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,28 +46,28 @@ def evaluate(config: EvaluateConfig) -> int:
     began_s = time.monotonic()
     folder = drafter_checkpoint.find(config.checkpoint)
     shape = DrafterConfig.from_json(read_config(folder), str(folder / "config.json"))
-    facts = load_facts(config.verifier_name_or_path or shape.verifier, config.trust_remote_code)
-    facts = facts.with_tensor_names(config.verifier_tensors)
-    tokenizer = load_tokenizer(facts.name_or_path, config.trust_remote_code)
-    notes = [note for note in (check_pair(shape, facts, tokenizer),) if note]
+    verifier_config = load_verifier_config(config.verifier_name_or_path or shape.verifier, config.trust_remote_code)
+    verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
+    tokenizer = load_tokenizer(verifier_config.name_or_path, config.trust_remote_code)
+    notes = [note for note in (check_pair(shape, verifier_config, tokenizer),) if note]
     depth = config.num_speculative_tokens or shape.num_speculative_tokens
     if depth != shape.num_speculative_tokens and not config.endpoint:
         notes.append(
             f"drafting {depth} tokens per pass, the drafter was made for {shape.num_speculative_tokens}"
             + ("; positions above that were never trained" if depth > shape.num_speculative_tokens else "")
         )
-    read = read_items(config, tokenizer, facts.max_position_embeddings)
+    read = read_items(config, tokenizer, verifier_config.max_position_embeddings)
     if config.endpoint:
-        outcome = _serve(config, facts, tokenizer, read, depth, notes)
+        outcome = _serve(config, verifier_config, tokenizer, read, depth, notes)
     else:
-        outcome = _measure(config, folder, facts, tokenizer, read, depth, notes)
-    return _report(config, folder, facts, shape, read, outcome, time.monotonic() - began_s)
+        outcome = _measure(config, folder, verifier_config, tokenizer, read, depth, notes)
+    return _report(config, folder, verifier_config, shape, read, outcome, time.monotonic() - began_s)
 
 
 def _measure(
     config: EvaluateConfig,
     folder: Path,
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     tokenizer: Any,
     read: Read,
     depth: int,
@@ -76,14 +76,14 @@ def _measure(
     sampling = Sampling(temperature=config.temperature, top_p=config.top_p, seed=config.seed)
     if not read.items:
         return Outcome(depth, {}, None, None, None, notes)
-    dtype, device = resolve_dtype(facts, config.dtype), resolve_device(config.device)
+    dtype, device = resolve_dtype(verifier_config, config.dtype), resolve_device(config.device)
     drafter = drafter_checkpoint.load(str(folder), dtype, device)
     if config.mode == "replay":
-        replayed, more = replay_recorded(config, facts, drafter, read.items, depth, sampling)
+        replayed, more = replay_recorded(config, verifier_config, drafter, read.items, depth, sampling)
         return Outcome(depth, total(replayed, depth), None, None, None, [*notes, *more])
     store = None if config.hidden_states_path is None else open_store(config.hidden_states_path, drafter.config)
-    verifier = TransformersVerifier(facts, dtype, device)
-    ends = eos_ids(facts, tokenizer)
+    verifier = TransformersVerifier(verifier_config, dtype, device)
+    ends = eos_ids(verifier_config, tokenizer)
     decoded = decode(
         verifier,
         drafter,
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _serve(
-    config: EvaluateConfig, facts: VerifierFacts, tokenizer: Any, read: Read, depth: int, notes: list[str]
+    config: EvaluateConfig, verifier_config: VerifierConfig, tokenizer: Any, read: Read, depth: int, notes: list[str]
 ) -> Outcome:
     from peagle.evaluate.served import ServedDrafter
     from peagle.regenerate.answers import Prompt
@@ -115,8 +115,8 @@ def _serve(
     policy = RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s)
     endpoints = AnswerEndpoints(config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy)
     limit = config.max_new_tokens or DEFAULT_LIMIT
-    settings = GenerationSettings(limit, eos_ids(facts, tokenizer), config.temperature, config.top_p, 0)
-    served = ServedDrafter(facts, settings, endpoints)
+    settings = GenerationSettings(limit, eos_ids(verifier_config, tokenizer), config.temperature, config.top_p, 0)
+    served = ServedDrafter(verifier_config, settings, endpoints)
     datasets, seconds, generated = {}, 0.0, 0
     try:
         for source, places in by_source(read.items).items():
@@ -134,7 +134,11 @@ def _serve(
         served.close()
     depth = max((one.total.num_speculative_tokens for one in datasets.values()), default=depth)
     datasets = {name: one for name, one in datasets.items() if one.total.num_speculative_tokens == depth}
-    loads = _load(config, read, limit, eos_ids(facts, tokenizer), served.max_tokens) if config.concurrencies else []
+    loads = (
+        _load(config, read, limit, eos_ids(verifier_config, tokenizer), served.max_tokens)
+        if config.concurrencies
+        else []
+    )
     return Outcome(depth, datasets, None, None, Served(generated / seconds if seconds else None, loads), notes)
 
 
@@ -171,7 +175,7 @@ def _load(
 def _report(
     config: EvaluateConfig,
     folder: Path,
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     shape: DrafterConfig,
     read: Read,
     outcome: Outcome,
@@ -183,7 +187,7 @@ def _report(
     outcome = dataclasses.replace(outcome, notes=[*outcome.notes, *(note for note in more if note)])
     record = {
         "checkpoint": config.checkpoint,
-        "verifier": facts.name_or_path,
+        "verifier": verifier_config.name_or_path,
         "mode": "endpoint" if config.endpoint else config.mode,
         "temperature": config.temperature,
         "top_p": config.top_p,

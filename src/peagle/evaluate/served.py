@@ -18,7 +18,7 @@ from peagle.errors import EndpointError
 from peagle.evaluate.counts import Counts, pool
 from peagle.regenerate.answers import Answered, Prompt
 from peagle.regenerate.generation import Generation, GenerationSettings
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
 from peagle.vllm.client import Endpoint, RetryPolicy, normal_url
 from peagle.vllm.counters import Reading, difference, read_metrics
@@ -51,7 +51,7 @@ class ServedDrafter:
     """Servers that run a verifier with a drafter.
 
     Args:
-        facts: the verifier.
+        verifier_config: the verifier.
         generation: how answers are written; its tail must be 0, a tail would be counted.
         endpoints: where, and how many prompts at once.
 
@@ -59,10 +59,12 @@ class ServedDrafter:
         EndpointError: see `EndpointAnswers`; or a server without speculative decoding.
     """
 
-    def __init__(self, facts: VerifierFacts, generation: GenerationSettings, endpoints: AnswerEndpoints) -> None:
+    def __init__(
+        self, verifier_config: VerifierConfig, generation: GenerationSettings, endpoints: AnswerEndpoints
+    ) -> None:
         if generation.tail_tokens:
             raise ValueError("a tail would be counted")
-        self._source = EndpointAnswers(facts, generation, endpoints)
+        self._source = EndpointAnswers(verifier_config, generation, endpoints)
         try:
             for endpoint in self._source.endpoints:
                 difference(Reading({}), _read(endpoint))

@@ -29,7 +29,7 @@ from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.config import ExtractConfig
 from peagle.hidden_states.shards import RowEntry
 from peagle.hidden_states.store import StoreSpec, StoreWriter
-from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import RowRefused, RowStates, StateSource
 from peagle.verifier.special_tokens import load_tokenizer, tokenizer_sha256
 from peagle.verifier.weights import VerifierHead, fingerprint, load_head
@@ -88,12 +88,12 @@ def extract(config: ExtractConfig) -> int:
     """
     started_s = time.monotonic()
     prepared = load_prepared(config.preprocessed_data)
-    facts = load_facts(_model_name(config, prepared), config.trust_remote_code)
-    facts = facts.with_tensor_names(config.verifier_tensors)
-    spec = _spec(config, prepared, facts)
+    verifier_config = load_verifier_config(_model_name(config, prepared), config.trust_remote_code)
+    verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
+    spec = _spec(config, prepared, verifier_config)
     count = min(len(prepared), config.max_samples or len(prepared))
     rows = PreparedRows(prepared, count)
-    entries = _entries(rows, facts)
+    entries = _entries(rows, verifier_config)
     with StoreWriter.open(config.output, spec, config.shard_mb * 10**6) as writer:
         missing = _missing(entries, writer)
         kept_before = len(entries) - len(missing)
@@ -102,13 +102,13 @@ def extract(config: ExtractConfig) -> int:
         num_bytes = check_disk(spec, entries, missing, config.output, config.max_disk_gb)
         outcome = Outcome()
         if missing:
-            _fill(config, spec, facts, rows, missing, writer, outcome)
+            _fill(config, spec, verifier_config, rows, missing, writer, outcome)
         if not writer.entries:
             raise DataError(f"{config.output}: no row could be stored ({_reasons(outcome)})")
         writer.finish()
     seconds = round(time.monotonic() - started_s, 2)
     record = {
-        "verifier": facts.name_or_path,
+        "verifier": verifier_config.name_or_path,
         "aux_layer_ids": list(spec.aux_layer_ids),
         "dtype": spec.dtype,
         "rows_read": len(entries),
@@ -132,14 +132,14 @@ def extract(config: ExtractConfig) -> int:
 def _fill(
     config: ExtractConfig,
     spec: StoreSpec,
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     rows: PreparedRows,
     missing: set[str],
     writer: StoreWriter,
     outcome: Outcome,
 ) -> None:
-    head = _head(config, facts)
-    source = open_source(config, spec, facts, head, rows[0])
+    head = _head(config, verifier_config)
+    source = open_source(config, spec, verifier_config, head, rows[0])
     try:
         by_id: dict[str, int] = {}
         total = 0
@@ -181,14 +181,16 @@ def _fill(
         source.close()
 
 
-def _head(config: ExtractConfig, facts: VerifierFacts) -> VerifierHead | None:
+def _head(config: ExtractConfig, verifier_config: VerifierConfig) -> VerifierHead | None:
     """The verifier's head, to check outputs with; None where its files are only on the server."""
     try:
-        return load_head(facts).to("cpu", torch.float32)
+        return load_head(verifier_config).to("cpu", torch.float32)
     except VerifierError:
         if not config.endpoint or config.validate_outputs:
             raise
-        logger.warning("%s: its head cannot be read here, so outputs are not checked against it", facts.name_or_path)
+        logger.warning(
+            "%s: its head cannot be read here, so outputs are not checked against it", verifier_config.name_or_path
+        )
         return None
 
 
@@ -205,27 +207,27 @@ def _model_name(config: ExtractConfig, prepared: Prepared) -> str:
     return asked
 
 
-def _spec(config: ExtractConfig, prepared: Prepared, facts: VerifierFacts) -> StoreSpec:
+def _spec(config: ExtractConfig, prepared: Prepared, verifier_config: VerifierConfig) -> StoreSpec:
     try:
-        weights = fingerprint(facts)
+        weights = fingerprint(verifier_config)
     except VerifierError:
         if not config.endpoint:
             raise
         weights = ""  # only the server has them
     return StoreSpec(
-        verifier=facts.name_or_path,
+        verifier=verifier_config.name_or_path,
         verifier_fingerprint=weights,
-        model_type=facts.model_type,
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        aux_layer_ids=resolve_aux_layer_ids(facts.num_layers, config.target_layer_ids),
-        dtype=facts.dtype if config.dtype == "auto" else config.dtype,
+        model_type=verifier_config.model_type,
+        num_layers=verifier_config.num_layers,
+        hidden_size=verifier_config.hidden_size,
+        vocab_size=verifier_config.vocab_size,
+        aux_layer_ids=resolve_aux_layer_ids(verifier_config.num_layers, config.target_layer_ids),
+        dtype=verifier_config.dtype if config.dtype == "auto" else config.dtype,
         tokenizer_sha256=str(prepared.summary["tokenizer_sha256"]),
     )
 
 
-def _entries(rows: PreparedRows, facts: VerifierFacts) -> list[RowEntry]:
+def _entries(rows: PreparedRows, verifier_config: VerifierConfig) -> list[RowEntry]:
     """The rows' index entries.
 
     Raises:
@@ -239,10 +241,10 @@ def _entries(rows: PreparedRows, facts: VerifierFacts) -> list[RowEntry]:
                 raise DataError(f"row id {row.row_id} occurs twice in the prepared data; prepare it again")
             seen.add(row.row_id)
             highest = max(row.input_ids)
-            if highest >= facts.vocab_size or min(row.input_ids) < 0:
+            if highest >= verifier_config.vocab_size or min(row.input_ids) < 0:
                 raise DataError(
-                    f"row {row.row_id}: token id {highest} is beyond the vocabulary of {facts.name_or_path} "
-                    f"({facts.vocab_size} rows); prepare the data with this verifier's tokenizer"
+                    f"row {row.row_id}: token id {highest} is beyond the vocabulary of {verifier_config.name_or_path} "
+                    f"({verifier_config.vocab_size} rows); prepare the data with this verifier's tokenizer"
                 )
             entries.append(RowEntry.of(row))
             meter.advance(1)
@@ -398,7 +400,7 @@ _CHECKED_TOKENS = 64
 def open_source(
     config: ExtractConfig,
     spec: StoreSpec,
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     head: VerifierHead | None,
     sample: TokenRow,
     rank: int = 0,
@@ -408,7 +410,7 @@ def open_source(
     Args:
         config: `endpoint` and `backend` decide.
         spec: layer ids and dtype.
-        facts: the verifier.
+        verifier_config: the verifier.
         head: from its files; the Transformers backend proves it on `sample` before the job starts.
         sample: any row.
         rank: of several processes that make the same store: their files must not be taken for one another's.
@@ -429,16 +431,18 @@ def open_source(
             policy=RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s),
             hidden_states_path=config.hidden_states_path or config.output,
         )
-        return EndpointSource(facts, spec.aux_layer_ids, spec.dtype, settings, store, config.validate_outputs)
+        return EndpointSource(verifier_config, spec.aux_layer_ids, spec.dtype, settings, store, config.validate_outputs)
     if config.backend == "vllm":
         from peagle.vllm.inprocess import InProcessSource
 
         folder = config.hidden_states_path or config.output
         arguments = config.extra_args
-        return InProcessSource(facts, spec.aux_layer_ids, spec.dtype, folder, store, config.validate_outputs, arguments)
+        return InProcessSource(
+            verifier_config, spec.aux_layer_ids, spec.dtype, folder, store, config.validate_outputs, arguments
+        )
     from peagle.verifier.local import TransformersSource, TransformersVerifier
 
-    verifier = TransformersVerifier(facts, spec.dtype, config.device)
+    verifier = TransformersVerifier(verifier_config, spec.dtype, config.device)
     if head is not None:
         verifier.check_head(head, sample.input_ids[:_CHECKED_TOKENS])
     return TransformersSource(verifier, spec.aux_layer_ids, config.batch_size, config.validate_outputs)

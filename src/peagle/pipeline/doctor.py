@@ -31,7 +31,7 @@ from peagle.pipeline.config import DoctorConfig
 from peagle.pipeline.plan import Rows, drafter_parameters, store_bytes, training_bytes
 from peagle.pipeline.recipe import Sizes
 from peagle.train.config import TrainConfig
-from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer, resolve_mask_token
 from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, engine_here, hands_out_states
 
@@ -87,7 +87,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
         return
     found: dict[str, Any] = {}
     yield from model(config, found)
-    if "facts" in found and "tokenizer" in found:
+    if "verifier_config" in found and "tokenizer" in found:
         yield from walk(config, found)
 
 
@@ -190,38 +190,38 @@ def available_memory() -> float | None:
 
 
 def model(config: DoctorConfig, found: dict[str, Any]) -> Iterator[Finding]:
-    """Look at the verifier; what later findings need is left in `found` (facts, tokenizer, layer_ids)."""
+    """Look at the verifier; what later findings need is left in `found` (verifier_config, tokenizer, layer_ids)."""
     assert config.model is not None
     try:
-        facts = found["facts"] = load_facts(config.model, config.trust_remote_code)
+        verifier_config = found["verifier_config"] = load_verifier_config(config.model, config.trust_remote_code)
     except PeagleError as error:
         yield guarded("verifier", error)
         return
-    kind = ", ".join(facts.architectures)
-    part = " (its text model is used)" if facts.has_text_config else ""
-    sizes = f"{facts.num_layers} layers, hidden {facts.hidden_size}, vocabulary {facts.vocab_size:,}, {facts.dtype}"
+    kind = ", ".join(verifier_config.architectures)
+    part = " (its text model is used)" if verifier_config.has_text_config else ""
+    sizes = f"{verifier_config.num_layers} layers, hidden {verifier_config.hidden_size}, vocabulary {verifier_config.vocab_size:,}, {verifier_config.dtype}"
     yield Finding("verifier", "ok", f"{kind}{part}: {sizes}")
-    yield _quantization(facts)
-    yield _rope(facts)
-    yield _layers(config, facts, found)
-    yield _tokenizer(config, facts, found)
+    yield _quantization(verifier_config)
+    yield _rope(verifier_config)
+    yield _layers(config, verifier_config, found)
+    yield _tokenizer(config, verifier_config, found)
     if "tokenizer" in found:
-        yield _mask_token(config, facts, found["tokenizer"])
-    yield serving(facts, engine_here())
+        yield _mask_token(config, verifier_config, found["tokenizer"])
+    yield serving(verifier_config, engine_here())
 
 
-def _quantization(facts: VerifierFacts) -> Finding:
-    if facts.quantization is None:
+def _quantization(verifier_config: VerifierConfig) -> Finding:
+    if verifier_config.quantization is None:
         return Finding(
-            "weights", "ok", f"not quantised; head {'tied to' if facts.tied else 'apart from'} the embedding"
+            "weights", "ok", f"not quantised; head {'tied to' if verifier_config.tied else 'apart from'} the embedding"
         )
-    text = f"quantised ({facts.quantization}): states come from this very model, norm and head are read dequantised"
+    text = f"quantised ({verifier_config.quantization}): states come from this very model, norm and head are read dequantised"
     return Finding("weights", "ok", text)
 
 
-def _rope(facts: VerifierFacts) -> Finding:
-    kind = facts.rope_parameters.get("rope_type")
-    base = facts.rope_parameters.get("rope_theta")
+def _rope(verifier_config: VerifierConfig) -> Finding:
+    kind = verifier_config.rope_parameters.get("rope_type")
+    base = verifier_config.rope_parameters.get("rope_theta")
     if kind in ROPE_TYPES:
         return Finding("rotary", "ok", f"{kind}, base {base:g}" if base else str(kind))
     return Finding(
@@ -229,39 +229,39 @@ def _rope(facts: VerifierFacts) -> Finding:
     )
 
 
-def _layers(config: DoctorConfig, facts: VerifierFacts, found: dict[str, Any]) -> Finding:
+def _layers(config: DoctorConfig, verifier_config: VerifierConfig, found: dict[str, Any]) -> Finding:
     try:
-        ids = found["layer_ids"] = resolve_aux_layer_ids(facts.num_layers, config.target_layer_ids)
+        ids = found["layer_ids"] = resolve_aux_layer_ids(verifier_config.num_layers, config.target_layer_ids)
     except PeagleError as error:
         return guarded("layer ids", error)
-    return Finding("layer ids", "ok", f"{', '.join(map(str, ids))} of {facts.num_layers}")
+    return Finding("layer ids", "ok", f"{', '.join(map(str, ids))} of {verifier_config.num_layers}")
 
 
-def _tokenizer(config: DoctorConfig, facts: VerifierFacts, found: dict[str, Any]) -> Finding:
+def _tokenizer(config: DoctorConfig, verifier_config: VerifierConfig, found: dict[str, Any]) -> Finding:
     try:
-        tokenizer = load_tokenizer(facts.name_or_path, config.trust_remote_code)
+        tokenizer = load_tokenizer(verifier_config.name_or_path, config.trust_remote_code)
     except PeagleError as error:
         return guarded("tokenizer", error)
-    if len(tokenizer) > facts.vocab_size:
+    if len(tokenizer) > verifier_config.vocab_size:
         return Finding(
             "tokenizer",
             "fail",
-            f"{len(tokenizer):,} tokens, but the model's embedding has {facts.vocab_size:,} rows: ids beyond it would "
+            f"{len(tokenizer):,} tokens, but the model's embedding has {verifier_config.vocab_size:,} rows: ids beyond it would "
             "crash the verifier; use the tokenizer that belongs to it",
         )
     if not getattr(tokenizer, "chat_template", None):
         return Finding("tokenizer", "fail", "no chat template: conversations cannot be rendered; give --chat-template")
     found["tokenizer"] = tokenizer
-    ends = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids(facts, tokenizer))
+    ends = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids(verifier_config, tokenizer))
     if not ends:
         return Finding("tokenizer", "fail", "no end-of-sequence token in the model's configuration or its tokenizer")
-    spare = facts.vocab_size - len(tokenizer)
+    spare = verifier_config.vocab_size - len(tokenizer)
     return Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, {spare:,} unused rows, answers end with {ends}")
 
 
-def _mask_token(config: DoctorConfig, facts: VerifierFacts, tokenizer: Any) -> Finding:
+def _mask_token(config: DoctorConfig, verifier_config: VerifierConfig, tokenizer: Any) -> Finding:
     try:
-        mask = resolve_mask_token(tokenizer, facts.vocab_size, config.mask_token_id, ())
+        mask = resolve_mask_token(tokenizer, verifier_config.vocab_size, config.mask_token_id, ())
     except PeagleError as error:
         return guarded("mask token", error)
     if mask.warning:
@@ -269,13 +269,13 @@ def _mask_token(config: DoctorConfig, facts: VerifierFacts, tokenizer: Any) -> F
     return Finding("mask token", "ok", f"{mask.id} ({mask.how})")
 
 
-def serving(facts: VerifierFacts, engine: Engine | None) -> Finding:
+def serving(verifier_config: VerifierConfig, engine: Engine | None) -> Finding:
     """What the installed vLLM lacks for this family."""
     if engine is None:
         return Finding("serving", "warn", "vLLM is not installed here, so it is not known whether it takes this family")
-    unknown = [name for name in facts.architectures if hands_out_states(engine, name) is None]
+    unknown = [name for name in verifier_config.architectures if hands_out_states(engine, name) is None]
     try:
-        detour = detour_arguments(engine, facts.architectures)
+        detour = detour_arguments(engine, verifier_config.architectures)
     except PeagleError as error:
         return guarded("serving", error)
     if detour:
@@ -303,7 +303,7 @@ _FEW_SUPERVISED = 0.05
 
 def walk(config: DoctorConfig, found: dict[str, Any]) -> Iterator[Finding]:
     """Prepare, extract, train one step and check, on `config.rows` conversations."""
-    facts: VerifierFacts = found["facts"]
+    verifier_config: VerifierConfig = found["verifier_config"]
     with tempfile.TemporaryDirectory(prefix="peagle-doctor-") as name:
         folder = Path(name)
         data = config.data
@@ -311,29 +311,29 @@ def walk(config: DoctorConfig, found: dict[str, Any]) -> Iterator[Finding]:
             (folder / "probe.jsonl").write_text(json.dumps({"messages": PROBE}) + "\n", encoding="utf-8")
             data = (str(folder / "probe.jsonl"),)
         summary: dict[str, Any] = {}
-        for finding in _prepare(config, facts, data, folder, summary):
+        for finding in _prepare(config, verifier_config, data, folder, summary):
             yield finding
             if finding.state == "fail":
                 return
-        yield from sizes(config, facts, summary)
+        yield from sizes(config, verifier_config, summary)
         if "layer_ids" not in found:
             return
-        reason = _why_not_run(config, facts)
+        reason = _why_not_run(config, verifier_config)
         if reason:
             yield Finding("dry run", "warn", reason)
             return
-        yield from _run(config, facts, folder, summary)
+        yield from _run(config, verifier_config, folder, summary)
 
 
 def _prepare(
-    config: DoctorConfig, facts: VerifierFacts, data: tuple[str, ...], folder: Path, summary: dict[str, Any]
+    config: DoctorConfig, verifier_config: VerifierConfig, data: tuple[str, ...], folder: Path, summary: dict[str, Any]
 ) -> Iterator[Finding]:
     """Template and data: is every reply found, how much is supervised, what is dropped or cut."""
     from peagle.data.prepare import prepare
 
     settings = PrepareConfig.build(
         {
-            "model": facts.name_or_path,
+            "model": verifier_config.name_or_path,
             "data": data,
             "output": folder / "prepared",
             "seq_length": config.seq_length,
@@ -366,13 +366,15 @@ def _prepare(
         )
 
 
-def sizes(config: DoctorConfig, facts: VerifierFacts, summary: dict[str, Any]) -> Iterator[Finding]:
+def sizes(config: DoctorConfig, verifier_config: VerifierConfig, summary: dict[str, Any]) -> Iterator[Finding]:
     """Disk and memory that the planned run takes."""
-    known = {name: getattr(facts, name) for name in Sizes.model_fields if hasattr(facts, name)}
+    known = {name: getattr(verifier_config, name) for name in Sizes.model_fields if hasattr(verifier_config, name)}
     shape = Sizes(**known, parameters_billion=1.0)
-    vocab = config.draft_vocab_size or facts.vocab_size
-    if vocab > facts.vocab_size:
-        yield Finding("vocabulary", "fail", f"--draft-vocab-size {vocab} exceeds the verifier's {facts.vocab_size}")
+    vocab = config.draft_vocab_size or verifier_config.vocab_size
+    if vocab > verifier_config.vocab_size:
+        yield Finding(
+            "vocabulary", "fail", f"--draft-vocab-size {vocab} exceeds the verifier's {verifier_config.vocab_size}"
+        )
         return
     layers, others, head = drafter_parameters(shape, config.num_layers, vocab)
     need = training_bytes(shape, config.num_layers, vocab, config.seq_length)
@@ -383,7 +385,7 @@ def sizes(config: DoctorConfig, facts: VerifierFacts, summary: dict[str, Any]) -
         return
     scale = config.max_samples / max(summary["read"], 1)
     rows = Rows(config.max_samples, int(summary["tokens"] * scale), int(summary["supervised_tokens"] * scale), False)
-    disk = store_bytes(rows, facts.hidden_size, 4 if facts.dtype == "float32" else 2)
+    disk = store_bytes(rows, verifier_config.hidden_size, 4 if verifier_config.dtype == "float32" else 2)
     free = free_bytes(config.output)
     text = f"{config.max_samples:,} conversations like these: {rows.num_tokens:,} tokens, {disk / 1e9:.1f} GB of states"
     if disk > free:
@@ -394,13 +396,13 @@ def sizes(config: DoctorConfig, facts: VerifierFacts, summary: dict[str, Any]) -
         yield Finding("store", "ok", f"{text}, {free / 1e9:.1f} GB free")
 
 
-def _why_not_run(config: DoctorConfig, facts: VerifierFacts) -> str | None:
+def _why_not_run(config: DoctorConfig, verifier_config: VerifierConfig) -> str | None:
     """Why the weights are not run here; None if they can be."""
     if not config.weights:
         return "the weights were not run (--no-weights)"
-    folder = Path(facts.name_or_path)
+    folder = Path(verifier_config.name_or_path)
     if not folder.is_dir():
-        return f"{facts.name_or_path} is not a folder here: its weights were not fetched for a dry run"
+        return f"{verifier_config.name_or_path} is not a folder here: its weights were not fetched for a dry run"
     needed = 2.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) + 1e9
     free = available_memory()
     if free is not None and needed > free:
@@ -408,7 +410,9 @@ def _why_not_run(config: DoctorConfig, facts: VerifierFacts) -> str | None:
     return None
 
 
-def _run(config: DoctorConfig, facts: VerifierFacts, folder: Path, summary: dict[str, Any]) -> Iterator[Finding]:
+def _run(
+    config: DoctorConfig, verifier_config: VerifierConfig, folder: Path, summary: dict[str, Any]
+) -> Iterator[Finding]:
     """Extract with every check on, one training step, the saved checkpoint checked."""
     from peagle.hidden_states.extract import extract
     from peagle.train.run import train
@@ -417,7 +421,7 @@ def _run(config: DoctorConfig, facts: VerifierFacts, folder: Path, summary: dict
         {
             "preprocessed_data": folder / "prepared",
             "output": folder / "states",
-            "model": facts.name_or_path,
+            "model": verifier_config.name_or_path,
             "target_layer_ids": config.target_layer_ids,
             "validate_outputs": True,
             "batch_size": 4,
@@ -433,7 +437,7 @@ def _run(config: DoctorConfig, facts: VerifierFacts, folder: Path, summary: dict
     yield Finding("states", "ok", f"head(norm(last state)) is the verifier's own choice on all {summary['rows']} rows")
     training = TrainConfig.build(
         {
-            "verifier_name_or_path": facts.name_or_path,
+            "verifier_name_or_path": verifier_config.name_or_path,
             "data_path": folder / "prepared",
             "hidden_states_path": folder / "states",
             "save_path": folder / "checkpoints",

@@ -207,18 +207,18 @@ def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | Non
 def sizes_of(recipe: Recipe) -> Sizes | None:
     """The verifier's sizes: from its configuration if that can be had, else from the recipe."""
     from peagle.errors import VerifierError
-    from peagle.verifier.model_config import load_facts
+    from peagle.verifier.model_config import load_verifier_config
 
     if recipe.sizes is not None and not Path(recipe.verifier).is_dir():
         return recipe.sizes
     try:
-        facts = load_facts(recipe.verifier, False)
+        verifier_config = load_verifier_config(recipe.verifier, False)
     except VerifierError:
         return recipe.sizes
-    known = {name: getattr(facts, name) for name in Sizes.model_fields if hasattr(facts, name)}
+    known = {name: getattr(verifier_config, name) for name in Sizes.model_fields if hasattr(verifier_config, name)}
     sizes = Sizes(**known, parameters_billion=1e-9)
-    layers, _, _ = drafter_parameters(sizes, facts.num_layers, facts.vocab_size)
-    head = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
+    layers, _, _ = drafter_parameters(sizes, verifier_config.num_layers, verifier_config.vocab_size)
+    head = verifier_config.vocab_size * verifier_config.hidden_size * (1 if verifier_config.tied else 2)
     return sizes.model_copy(update={"parameters_billion": (layers + head) / 1e9})
 
 

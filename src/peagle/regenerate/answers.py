@@ -77,7 +77,7 @@ class TransformersAnswers:
     @property
     def max_tokens(self) -> int:
         """The verifier's own limit."""
-        return self._verifier.facts.max_position_embeddings
+        return self._verifier.verifier_config.max_position_embeddings
 
     def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[Answered | RowRefused]:
         """See `AnswerSource.answers`; refuses no row."""

@@ -170,8 +170,8 @@ def generate_batch(
     Yields:
         (index in `prompts`, its answer), as answers end.
     """
-    facts = verifier.facts
-    rows = [_Row(i, len(p), settings, facts.max_position_embeddings) for i, p in enumerate(prompts)]
+    verifier_config = verifier.verifier_config
+    rows = [_Row(i, len(p), settings, verifier_config.max_position_embeddings) for i, p in enumerate(prompts)]
     if not verifier.has_plain_cache:  # recurrent layers read padding: only rows of one length may share a batch
         lengths = {len(prompt) for prompt in prompts}
         if len(lengths) > 1:
@@ -192,7 +192,7 @@ def generate_batch(
             logits = verifier.logits(hidden)
             if step == 0 and not torch.isfinite(logits).all():
                 raise VerifierError(
-                    f"{facts.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
+                    f"{verifier_config.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
                     f"{str(verifier.dtype).removeprefix('torch.')} (try --dtype float32)"
                 )
             if uniforms is None:

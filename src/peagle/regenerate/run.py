@@ -22,7 +22,7 @@ from peagle.regenerate.answers import AnswerSource, Prompt, TransformersAnswers
 from peagle.regenerate.config import RegenerateConfig
 from peagle.regenerate.generation import GenerationSettings
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import VerifierFacts, load_facts
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.source import RowRefused
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer, tokenizer_sha256
 from peagle.verifier.weights import fingerprint
@@ -74,7 +74,7 @@ def regenerate(config: RegenerateConfig) -> int:
         PeagleError: data, verifier, template or disk cannot be used; or there is nothing to answer.
     """
     started_s = time.monotonic()
-    facts = load_facts(config.model, config.trust_remote_code)
+    verifier_config = load_verifier_config(config.model, config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     if config.chat_template is not None:
         try:
@@ -89,14 +89,14 @@ def regenerate(config: RegenerateConfig) -> int:
     numbers = {conversation.row_id: number for number, conversation in enumerate(conversations)}
     settings = GenerationSettings(
         max_new_tokens=config.max_new_tokens,
-        eos_ids=eos_ids(facts, tokenizer),
+        eos_ids=eos_ids(verifier_config, tokenizer),
         temperature=config.temperature,
         top_p=config.top_p,
         tail_tokens=config.tail_tokens,
     )
-    with AnswerFile(config.output, _identity(config, facts, tokenizer, settings), config.overwrite) as file:
+    with AnswerFile(config.output, _identity(config, verifier_config, tokenizer, settings), config.overwrite) as file:
         kept_before = len(file.records)
-        source = _open(config, facts, settings, tokenizer, conversations[0])
+        source = _open(config, verifier_config, settings, tokenizer, conversations[0])
         try:
             turn = 1
             while conversations:
@@ -220,11 +220,11 @@ def reply_text(tokenizer: Any, ids: list[int], ends: tuple[int, ...]) -> str:
 
 
 def _identity(
-    config: RegenerateConfig, facts: VerifierFacts, tokenizer: Any, settings: GenerationSettings
+    config: RegenerateConfig, verifier_config: VerifierConfig, tokenizer: Any, settings: GenerationSettings
 ) -> dict[str, Any]:
     """What decides an answer."""
     return {
-        "verifier": facts.name_or_path if config.endpoint else fingerprint(facts),
+        "verifier": verifier_config.name_or_path if config.endpoint else fingerprint(verifier_config),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "template_sha256": hashlib.sha256(template_text(tokenizer).encode()).hexdigest(),
         "dtype": config.dtype,
@@ -235,7 +235,11 @@ def _identity(
 
 
 def _open(
-    config: RegenerateConfig, facts: VerifierFacts, settings: GenerationSettings, tokenizer: Any, first: Conversation
+    config: RegenerateConfig,
+    verifier_config: VerifierConfig,
+    settings: GenerationSettings,
+    tokenizer: Any,
+    first: Conversation,
 ) -> AnswerSource:
     if config.endpoint:
         from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
@@ -245,13 +249,13 @@ def _open(
         endpoints = AnswerEndpoints(
             config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy, config.chat
         )
-        source = EndpointAnswers(facts, settings, endpoints)
+        source = EndpointAnswers(verifier_config, settings, endpoints)
         if config.chat:
             return source
         with contextlib.suppress(UnusableRow):  # said later, with its line
             source.compare_template(first, render_prompt(tokenizer, first))
         return source
-    verifier = TransformersVerifier(facts, config.dtype, config.device)
+    verifier = TransformersVerifier(verifier_config, config.dtype, config.device)
     return TransformersAnswers(verifier, settings, config.batch_size)
 
 

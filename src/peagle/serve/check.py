@@ -55,12 +55,12 @@ def check_checkpoint(
     architectures = shape.verifier_architectures
     verifier = verifier_name_or_path or shape.verifier
     if verifier_check and verifier:
-        facts = check_verifier(shape, verifier, trust_remote_code, findings)
-        if facts is not None:
-            architectures = facts.architectures
-            check_length(shape, facts, max_model_len, findings)
-            check_end_tokens(raw, shape, facts, findings)
-            check_embedding(raw, shape, facts, findings)
+        verifier_config = check_verifier(shape, verifier, trust_remote_code, findings)
+        if verifier_config is not None:
+            architectures = verifier_config.architectures
+            check_length(shape, verifier_config, max_model_len, findings)
+            check_end_tokens(raw, shape, verifier_config, findings)
+            check_embedding(raw, shape, verifier_config, findings)
     check_engine(shape, tuple(architectures), engine, findings)
     return findings
 

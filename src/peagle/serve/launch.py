@@ -12,7 +12,7 @@ from peagle.serve.check import check_checkpoint
 from peagle.serve.config import ServeConfig
 from peagle.serve.config_rules import ServedShape, check_config
 from peagle.serve.files import Findings, read_checkpoint
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm.launch import ServerCommand, address_arguments, exec_server, option, server_url
 from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, find_engine
 
@@ -67,7 +67,7 @@ def serve_command(config: ServeConfig, folder: Path, engine: Engine, trust_remot
             raise ConfigError(f"{flag}: peagle serve sets this itself; use --num-speculative-tokens")
     detour: list[str] = []
     if option(extra, "--hf-overrides") is None:
-        detour = detour_arguments(engine, load_facts(verifier, trust_remote_code).architectures)
+        detour = detour_arguments(engine, load_verifier_config(verifier, trust_remote_code).architectures)
     arguments = [engine.python, "-m", "vllm.entrypoints.cli.main", "serve", verifier]
     arguments += ["--speculative-config", json.dumps(speculative), *detour, *address_arguments(extra), *extra]
     return ServerCommand(tuple(arguments), {"VLLM_USE_V2_MODEL_RUNNER": "0"})

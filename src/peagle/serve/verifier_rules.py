@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from peagle.errors import ConfigError, VerifierError
 from peagle.serve.config_rules import ServedShape
 from peagle.serve.files import Findings, RawCheckpoint
-from peagle.verifier.model_config import VerifierFacts, load_facts
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.weights import load_embedding
 from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, needs_detour
 
@@ -22,10 +22,10 @@ _UNRELATED_COSINE = 0.1
 
 def check_verifier(
     shape: ServedShape, name_or_path: str, trust_remote_code: bool, findings: Findings
-) -> VerifierFacts | None:
-    """Reach the verifier and compare its configuration; returns its facts if it can be reached."""
+) -> VerifierConfig | None:
+    """Reach the verifier and compare its configuration; returns its verifier_config if it can be reached."""
     try:
-        facts = load_facts(name_or_path, trust_remote_code)
+        verifier_config = load_verifier_config(name_or_path, trust_remote_code)
     except VerifierError as error:
         findings.error(
             "verifier", f"cannot be reached: {error}. Name it with --verifier-name-or-path, or correct config.json"
@@ -35,36 +35,40 @@ def check_verifier(
         findings.warning(
             "verifier", f"checked against {name_or_path}; config.json names {shape.verifier}, which vLLM would load"
         )
-    if shape.verifier_architectures and tuple(facts.architectures) != shape.verifier_architectures:
+    if shape.verifier_architectures and tuple(verifier_config.architectures) != shape.verifier_architectures:
         findings.error(
             "verifier",
-            f"is a {', '.join(facts.architectures)}; the drafter was made for a "
+            f"is a {', '.join(verifier_config.architectures)}; the drafter was made for a "
             f"{', '.join(shape.verifier_architectures)}",
         )
     for mine, its, what in (
-        (shape.target_hidden_size, facts.hidden_size, "target_hidden_size"),
-        (shape.vocab_size, facts.vocab_size, "vocab_size"),
-        (shape.hidden_size, facts.hidden_size, "hidden_size"),
+        (shape.target_hidden_size, verifier_config.hidden_size, "target_hidden_size"),
+        (shape.vocab_size, verifier_config.vocab_size, "vocab_size"),
+        (shape.hidden_size, verifier_config.hidden_size, "hidden_size"),
     ):
         if mine != its:
             findings.error("config.json", f"{what} is {mine}, the verifier's {what.removeprefix('target_')} is {its}")
-    beyond = [i for i in shape.aux_layer_ids if i > facts.num_layers]
+    beyond = [i for i in shape.aux_layer_ids if i > verifier_config.num_layers]
     if beyond:
         findings.error(
-            "config.json", f"layer id {beyond[0]} does not exist in the verifier, which has {facts.num_layers} layers"
+            "config.json",
+            f"layer id {beyond[0]} does not exist in the verifier, which has {verifier_config.num_layers} layers",
         )
-    if shape.mask_token_id is not None and shape.mask_token_id in facts.eos_token_ids:
+    if shape.mask_token_id is not None and shape.mask_token_id in verifier_config.eos_token_ids:
         findings.warning("config.json", f"mask_token_id {shape.mask_token_id} is the verifier's end token")
-    if shape.dtype and str(shape.dtype).removeprefix("torch.") != facts.dtype:
+    if shape.dtype and str(shape.dtype).removeprefix("torch.") != verifier_config.dtype:
         findings.warning(
-            "config.json", f"dtype is {shape.dtype}, the verifier's {facts.dtype}; vLLM converts the drafter to its own"
+            "config.json",
+            f"dtype is {shape.dtype}, the verifier's {verifier_config.dtype}; vLLM converts the drafter to its own",
         )
-    return facts
+    return verifier_config
 
 
-def check_length(shape: ServedShape, facts: VerifierFacts, max_model_len: int | None, findings: Findings) -> None:
+def check_length(
+    shape: ServedShape, verifier_config: VerifierConfig, max_model_len: int | None, findings: Findings
+) -> None:
     """Compare the drafter's rotary table with the length that the server would serve."""
-    length = max_model_len or facts.max_position_embeddings
+    length = max_model_len or verifier_config.max_position_embeddings
     if shape.max_position_embeddings < length:
         findings.warning(
             "config.json",
@@ -74,27 +78,35 @@ def check_length(shape: ServedShape, facts: VerifierFacts, max_model_len: int | 
         )
 
 
-def check_end_tokens(raw: RawCheckpoint, shape: ServedShape, facts: VerifierFacts, findings: Findings) -> None:
+def check_end_tokens(
+    raw: RawCheckpoint, shape: ServedShape, verifier_config: VerifierConfig, findings: Findings
+) -> None:
     """A pruned vocabulary should keep the tokens that end an answer."""
     if "d2t" not in raw.tensors or raw.tensors["d2t"].shape != (shape.draft_vocab_size,):
         return
     ids = set((raw.read("d2t").long() + torch.arange(shape.draft_vocab_size)).tolist())
-    lost = [i for i in facts.eos_token_ids if i not in ids]
-    if lost and len(lost) == len(facts.eos_token_ids):
+    lost = [i for i in verifier_config.eos_token_ids if i not in ids]
+    if lost and len(lost) == len(verifier_config.eos_token_ids):
         findings.warning("d2t", f"no end token ({lost}) is in the draft vocabulary: ends are never drafted")
 
 
-def check_embedding(raw: RawCheckpoint, shape: ServedShape, facts: VerifierFacts, findings: Findings) -> None:
+def check_embedding(
+    raw: RawCheckpoint, shape: ServedShape, verifier_config: VerifierConfig, findings: Findings
+) -> None:
     """A trained embedding stays close to the verifier's; one that has nothing to do with it was never copied."""
     name = "embed_tokens.weight"
-    if name not in raw.tensors or raw.tensors[name].shape != (facts.vocab_size, facts.hidden_size):
+    if name not in raw.tensors or raw.tensors[name].shape != (verifier_config.vocab_size, verifier_config.hidden_size):
         return
     try:
-        theirs = load_embedding(facts)
+        theirs = load_embedding(verifier_config)
     except (VerifierError, SafetensorError, OSError) as error:
         findings.note("verifier", f"its embedding was not compared: {error}")
         return
-    rows = torch.linspace(0, facts.vocab_size - 1, min(_SAMPLED_ROWS, facts.vocab_size)).long().unique()
+    rows = (
+        torch.linspace(0, verifier_config.vocab_size - 1, min(_SAMPLED_ROWS, verifier_config.vocab_size))
+        .long()
+        .unique()
+    )
     ours = raw.read(name)[rows].float()
     theirs = theirs[rows].float()
     if torch.equal(ours.to(torch.bfloat16), theirs.to(torch.bfloat16)):

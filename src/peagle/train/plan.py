@@ -29,7 +29,7 @@ from peagle.hidden_states.store import StoreReader, StoreSpec
 from peagle.train.batches import first_by_hash, packs, split
 from peagle.train.config import FitConfig, TrainConfig
 from peagle.train.sources import Extent, extent, hidden_states_path, plan_states
-from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.special_tokens import load_tokenizer, resolve_mask_token
 from peagle.verifier.weights import fingerprint
 
@@ -100,24 +100,30 @@ def decide(config: TrainConfig) -> Decision:
         PeagleError: one line for whatever does not fit: data, store, verifier, flags.
     """
     prepared = load_prepared(config.data_path)
-    facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
-    facts = facts.with_tensor_names(config.verifier_tensors)
+    verifier_config = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
+    verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
     source = None if config.from_pretrained is None else pretrained_config(config.from_pretrained)
     if source is not None:
-        check_source(source, str(config.from_pretrained), facts.name_or_path, facts.hidden_size, facts.vocab_size)
-    planned = plan_states(config, facts, prepared, None if source is None else source.aux_layer_ids)
+        check_source(
+            source,
+            str(config.from_pretrained),
+            verifier_config.name_or_path,
+            verifier_config.hidden_size,
+            verifier_config.vocab_size,
+        )
+    planned = plan_states(config, verifier_config, prepared, None if source is None else source.aux_layer_ids)
     spec = planned.spec
-    _same_verifier(config, facts, prepared, spec)
+    _same_verifier(config, verifier_config, prepared, spec)
     if source is not None:
         check_layers(source, str(config.from_pretrained), spec.aux_layer_ids)
-    rows = _rows(config, facts, prepared, planned.reader)
+    rows = _rows(config, verifier_config, prepared, planned.reader)
     tokenizer = load_tokenizer(config.verifier_name_or_path, config.trust_remote_code)
-    mask = _mask_token(config, facts, tokenizer, rows)
+    mask = _mask_token(config, verifier_config, tokenizer, rows)
     if source is not None and config.draft_vocab_size is not None:
-        vocab = vocab_of_ids(pretrained_draft_ids(str(config.from_pretrained)), facts.vocab_size)
+        vocab = vocab_of_ids(pretrained_draft_ids(str(config.from_pretrained)), verifier_config.vocab_size)
     else:
-        vocab = choose_vocab(prepared, tokenizer, facts.eos_token_ids, config.draft_vocab_size)
-    drafter = _shape(config, facts, spec, source, None if vocab.is_full else vocab.size, mask.id)
+        vocab = choose_vocab(prepared, tokenizer, verifier_config.eos_token_ids, config.draft_vocab_size)
+    drafter = _shape(config, verifier_config, spec, source, None if vocab.is_full else vocab.size, mask.id)
     train_ids, held_out_ids = split(first_by_hash(list(rows.extents), config.max_samples), config.train_data_ratio)
     warnings = [mask.warning] if mask.warning else []
     if config.endpoint and not config.asks_verifier:
@@ -128,7 +134,7 @@ def decide(config: TrainConfig) -> Decision:
     if not vocab.is_full:
         left_out = vocab.mass_left_out(prepared.frequencies)
         logger.info("draft vocabulary: %d of %d tokens, %.2f %% of the supervised ones left out",
-                    vocab.size, facts.vocab_size, 100 * left_out)  # fmt: skip
+                    vocab.size, verifier_config.vocab_size, 100 * left_out)  # fmt: skip
     num_supervised = sum(rows.extents[row_id].num_supervised for row_id in train_ids)
     if num_supervised < _FEW_TOKENS:
         warnings.append(
@@ -144,7 +150,7 @@ def decide(config: TrainConfig) -> Decision:
         {row_id: list(asdict(rows.extents[row_id]).values()) for row_id in held_out_ids},
         rows.dropped,
         len(prepared),
-        facts.dtype if config.save_dtype == "auto" else config.save_dtype,
+        verifier_config.dtype if config.save_dtype == "auto" else config.save_dtype,
         mask.how,
         warnings,
         {
@@ -163,16 +169,16 @@ class _Mask:
     warning: str | None
 
 
-def _mask_token(config: TrainConfig, facts: VerifierFacts, tokenizer: Any, rows: _Rows) -> _Mask:
+def _mask_token(config: TrainConfig, verifier_config: VerifierConfig, tokenizer: Any, rows: _Rows) -> _Mask:
     if config.speculator_type == "eagle3":
         return _Mask(None, "none: EAGLE-3", None)
-    found = resolve_mask_token(tokenizer, facts.vocab_size, config.mask_token_id, rows.seen_ids)
+    found = resolve_mask_token(tokenizer, verifier_config.vocab_size, config.mask_token_id, rows.seen_ids)
     return _Mask(found.id, found.how, found.warning)
 
 
 def _shape(
     config: TrainConfig,
-    facts: VerifierFacts,
+    verifier_config: VerifierConfig,
     spec: StoreSpec,
     source: DrafterConfig | None,
     draft_vocab_size: int | None,
@@ -187,11 +193,11 @@ def _shape(
             config.num_depths,
             mask_token_id,
             config.norm_output,
-            facts.name_or_path,
-            tuple(facts.architectures),
+            verifier_config.name_or_path,
+            tuple(verifier_config.architectures),
         )
     made = config_for(
-        facts,
+        verifier_config,
         config.speculator_type,
         config.draft_arch,
         config.num_layers,
@@ -206,31 +212,31 @@ def _shape(
     return DrafterConfig.build({**made.model_dump(), "norm_output": config.norm_output})
 
 
-def _same_verifier(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, spec: StoreSpec) -> None:
+def _same_verifier(config: TrainConfig, verifier_config: VerifierConfig, prepared: Prepared, spec: StoreSpec) -> None:
     """Refuse rows or states that were made for another verifier, or with other layers."""
     where = hidden_states_path(config)
     if config.target_layer_ids is not None:
-        wanted = resolve_aux_layer_ids(facts.num_layers, config.target_layer_ids)
+        wanted = resolve_aux_layer_ids(verifier_config.num_layers, config.target_layer_ids)
         if wanted != spec.aux_layer_ids:
             raise StoreError(
                 f"{where}: the store has layers {_listed(spec.aux_layer_ids)}, --target-layer-ids asks for "
                 f"{_listed(wanted)}. Extract again, or leave --target-layer-ids away."
             )
     for name in ("hidden_size", "num_layers", "vocab_size"):
-        if getattr(spec, name) != getattr(facts, name):
+        if getattr(spec, name) != getattr(verifier_config, name):
             raise StoreError(
                 f"{where}: the store was made by {spec.verifier} ({name} {getattr(spec, name)}), "
-                f"{facts.name_or_path} has {getattr(facts, name)}; extract again with this verifier"
+                f"{verifier_config.name_or_path} has {getattr(verifier_config, name)}; extract again with this verifier"
             )
-    if spec.verifier_fingerprint and fingerprint(facts) != spec.verifier_fingerprint:
+    if spec.verifier_fingerprint and fingerprint(verifier_config) != spec.verifier_fingerprint:
         raise StoreError(
-            f"{where}: the store was made by other weights ({spec.verifier}) than those of {facts.name_or_path}; "
+            f"{where}: the store was made by other weights ({spec.verifier}) than those of {verifier_config.name_or_path}; "
             "extract again with this verifier"
         )
-    if prepared.summary["vocab_size"] != facts.vocab_size:
+    if prepared.summary["vocab_size"] != verifier_config.vocab_size:
         raise DataError(
             f"{config.data_path}: prepared for {prepared.summary.get('model')} (vocabulary "
-            f"{prepared.summary['vocab_size']}), {facts.name_or_path} has {facts.vocab_size}; prepare again for it"
+            f"{prepared.summary['vocab_size']}), {verifier_config.name_or_path} has {verifier_config.vocab_size}; prepare again for it"
         )
 
 
@@ -241,20 +247,20 @@ class _Rows:
     seen_ids: set[int]
 
 
-def _rows(config: TrainConfig, facts: VerifierFacts, prepared: Prepared, store: StoreReader | None) -> _Rows:
+def _rows(config: TrainConfig, verifier_config: VerifierConfig, prepared: Prepared, store: StoreReader | None) -> _Rows:
     """The rows that can be trained on: prepared, stored as prepared (or to be made), and supervised somewhere."""
     extents: dict[str, Extent] = {}
     missing: list[str] = []
     num_silent = 0
-    seen = torch.zeros(facts.vocab_size, dtype=torch.bool)
+    seen = torch.zeros(verifier_config.vocab_size, dtype=torch.bool)
     with log.progress("check rows", len(prepared), "rows") as meter:
         for index in range(len(prepared)):
             row = prepared.row(index)
             meter.advance(1)
             ids = torch.tensor(row.input_ids)
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < facts.vocab_size:
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < verifier_config.vocab_size:
                 raise DataError(
-                    f"row {row.row_id}: token id {int(ids.max())} is beyond the verifier's {facts.vocab_size} rows; "
+                    f"row {row.row_id}: token id {int(ids.max())} is beyond the verifier's {verifier_config.vocab_size} rows; "
                     "prepare again with this model"
                 )
             seen[ids] = True

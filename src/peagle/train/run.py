@@ -27,7 +27,7 @@ from peagle.train.parallel import COLLECTIVE_TIMEOUT_S, World, start, stop
 from peagle.train.plan import Decision, decide, for_drafter, need_save_path, settle
 from peagle.train.sources import OpenRows, Remembered, open_rows
 from peagle.train.start import fit_first_layer, initialise, start_from_verifier
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import VerifierHead, load_embedding, load_head
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,17 @@ def train(config: TrainConfig) -> FitResult:
         drafter, head, rows = _load(config, decision, world)
         try:
             world.from_main("disk", lambda: _check_disk(config, decision, drafter))
-            facts = {
+            verifier_config = {
                 "num_rows": len(decision.train),
                 "num_supervised_tokens": sum(values[1] for values in decision.train.values()),
             }
             keeper = Keeper(
-                config.save_path, decision.save_dtype, config.keep_last, decision.fingerprint(config), facts, world
+                config.save_path,
+                decision.save_dtype,
+                config.keep_last,
+                decision.fingerprint(config),
+                verifier_config,
+                world,
             )
             _greet(config, decision, drafter, world)
             metrics_path = config.save_path / "metrics.jsonl"
@@ -83,7 +88,7 @@ def train(config: TrainConfig) -> FitResult:
         finally:
             rows.close()
         if world.is_main:
-            _record(config, decision, world, result, rows.refused, facts, time.monotonic() - began_s)
+            _record(config, decision, world, result, rows.refused, verifier_config, time.monotonic() - began_s)
         if trackers is not None:
             trackers.close()
         return result
@@ -101,17 +106,17 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
         extents = decision.extents(decision.train), decision.extents(decision.held_out)
         rows = open_rows(config, decision.store_spec(), *extents, world)
         try:
-            facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
-            facts = facts.with_tensor_names(config.verifier_tensors)
-            head, embedding = load_head(facts), load_embedding(facts)
+            verifier_config = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
+            verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
+            head, embedding = load_head(verifier_config), load_embedding(verifier_config)
             draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
             first = Remembered(rows.train)
             drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, first, config.seed)
             if config.init_layers == "verifier" and config.from_pretrained is None:
-                hindrance = start_from_verifier(drafter, facts)
+                hindrance = start_from_verifier(drafter, verifier_config)
                 taken = f"random numbers: {hindrance}"
                 if hindrance is None:
-                    num_fitted = fit_first_layer(drafter, first, facts.num_layers - config.num_layers)
+                    num_fitted = fit_first_layer(drafter, first, verifier_config.num_layers - config.num_layers)
                     taken = f"the verifier's last layers, the first one fitted on {num_fitted} positions"
                 logger.info("layers start from %s", taken)
             if config.from_pretrained is not None:

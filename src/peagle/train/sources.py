@@ -28,7 +28,7 @@ from peagle.hidden_states.shards import index_paths, read_index
 from peagle.hidden_states.store import StoreReader, StoreSpec, StoreWriter, read_spec
 from peagle.train.config import TrainConfig
 from peagle.train.parallel import World
-from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import RowRefused, RowStates, StateSource
 from peagle.verifier.weights import VerifierHead, fingerprint, load_head
 
@@ -208,13 +208,13 @@ def hidden_states_path(config: TrainConfig) -> Path:
 
 
 def plan_states(
-    config: TrainConfig, facts: VerifierFacts, prepared: Prepared, aux_layer_ids: tuple[int, ...] | None
+    config: TrainConfig, verifier_config: VerifierConfig, prepared: Prepared, aux_layer_ids: tuple[int, ...] | None
 ) -> Planned:
     """Find out which states a run will have, before any weights are loaded.
 
     Args:
         config: the run's settings.
-        facts: the verifier.
+        verifier_config: the verifier.
         prepared: the rows.
         aux_layer_ids: layers that a checkpoint to start from reads, or None.
 
@@ -236,20 +236,20 @@ def plan_states(
         return Planned(spec, StoreReader.open(folder) if index_paths(folder) else None)
     asked = aux_layer_ids if config.target_layer_ids is None else config.target_layer_ids
     try:
-        weights = fingerprint(facts)
+        weights = fingerprint(verifier_config)
     except VerifierError:
         if not config.endpoint:
             raise
         weights = ""  # only the server has them
     spec = StoreSpec(
-        verifier=facts.name_or_path,
+        verifier=verifier_config.name_or_path,
         verifier_fingerprint=weights,
-        model_type=facts.model_type,
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        aux_layer_ids=resolve_aux_layer_ids(facts.num_layers, asked),
-        dtype=facts.dtype if config.hidden_states_dtype == "auto" else config.hidden_states_dtype,
+        model_type=verifier_config.model_type,
+        num_layers=verifier_config.num_layers,
+        hidden_size=verifier_config.hidden_size,
+        vocab_size=verifier_config.vocab_size,
+        aux_layer_ids=resolve_aux_layer_ids(verifier_config.num_layers, asked),
+        dtype=verifier_config.dtype if config.hidden_states_dtype == "auto" else config.hidden_states_dtype,
         tokenizer_sha256=str(prepared.summary["tokenizer_sha256"]),
     )
     return Planned(spec, None)
@@ -284,10 +284,12 @@ def open_rows(
     def row_of(row_id: str) -> TokenRow:
         return prepared.row(index[row_id])
 
-    facts = load_facts(config.verifier_name_or_path, config.trust_remote_code)
-    facts = facts.with_tensor_names(config.verifier_tensors)
-    head = _head(facts, config)
-    source = open_source(_extract_config(config, spec), spec, facts, head, row_of(next(iter(train))), world.rank)
+    verifier_config = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
+    verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
+    head = _head(verifier_config, config)
+    source = open_source(
+        _extract_config(config, spec), spec, verifier_config, head, row_of(next(iter(train))), world.rank
+    )
     kept = None
     try:
         if config.hidden_states != "online":
@@ -325,9 +327,9 @@ def _fetcher(source: StateSource) -> Callable[[TokenRow], RowStates | RowRefused
     return fetch
 
 
-def _head(facts: VerifierFacts, config: TrainConfig) -> VerifierHead | None:
+def _head(verifier_config: VerifierConfig, config: TrainConfig) -> VerifierHead | None:
     try:
-        return load_head(facts).to(torch.device("cpu"), torch.float32)
+        return load_head(verifier_config).to(torch.device("cpu"), torch.float32)
     except VerifierError:
         if not config.endpoint:
             raise

@@ -14,7 +14,7 @@ from peagle.drafter.network import Drafter, rotate
 from peagle.errors import VerifierError
 from peagle.train.batches import generator
 from peagle.train.sources import Rows
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.weights import TensorFiles, VerifierHead
 
 # Positions from which the mean and spread of verifier states are taken: their error is then below one percent.
@@ -101,7 +101,7 @@ _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 _LAST, _BEFORE, _NOISE = 0.7, 0.3, 0.2
 
 
-def start_from_verifier(drafter: Drafter, facts: VerifierFacts) -> str | None:
+def start_from_verifier(drafter: Drafter, verifier_config: VerifierConfig) -> str | None:
     """Copy the verifier's last layers into a new drafter, in place.
 
     Layer 0 reads [embedding, state]: the state's half takes the verifier's projections, the embedding's half stays
@@ -109,20 +109,20 @@ def start_from_verifier(drafter: Drafter, facts: VerifierFacts) -> str | None:
 
     Args:
         drafter: new, float32, on the CPU.
-        facts: of its verifier.
+        verifier_config: of its verifier.
 
     Returns:
         None if done; else why not, in a few words, and nothing is changed.
     """
     config = drafter.config
-    if SAME_LAYERS.get(facts.model_type) != config.layer_type or config.attention_bias:
-        return f"{facts.model_type} layers are of another kind than the drafter's ({config.layer_type})"
-    if facts.quantization is not None:
-        return f"the verifier is quantised ({facts.quantization})"
-    if config.num_layers > facts.num_layers:
-        return f"the verifier has {facts.num_layers} layers only"
+    if SAME_LAYERS.get(verifier_config.model_type) != config.layer_type or config.attention_bias:
+        return f"{verifier_config.model_type} layers are of another kind than the drafter's ({config.layer_type})"
+    if verifier_config.quantization is not None:
+        return f"the verifier is quantised ({verifier_config.quantization})"
+    if config.num_layers > verifier_config.num_layers:
+        return f"the verifier has {verifier_config.num_layers} layers only"
     try:
-        found = _layers(drafter, facts)
+        found = _layers(drafter, verifier_config)
     except VerifierError as error:
         return str(error)
     if isinstance(found, str):
@@ -144,10 +144,10 @@ def start_from_verifier(drafter: Drafter, facts: VerifierFacts) -> str | None:
     return None
 
 
-def _layers(drafter: Drafter, facts: VerifierFacts) -> dict[str, Tensor] | str:
+def _layers(drafter: Drafter, verifier_config: VerifierConfig) -> dict[str, Tensor] | str:
     """The verifier's tensors under the drafter's names, or what does not fit."""
-    files = TensorFiles.open(facts.name_or_path)
-    first = facts.num_layers - drafter.config.num_layers
+    files = TensorFiles.open(verifier_config.name_or_path)
+    first = verifier_config.num_layers - drafter.config.num_layers
     prefix = next((p for p in _PREFIXES if f"{p}layers.{first}.input_layernorm.weight" in files.names), None)
     if prefix is None:
         return "no tensors under the usual layer names"

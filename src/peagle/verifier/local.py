@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from peagle.data.records import TokenRow
 from peagle.errors import VerifierError
 from peagle.regenerate.generation import Generation, GenerationSettings, GrowingCache, generate_batch
-from peagle.verifier.model_config import VerifierFacts, first_line
+from peagle.verifier.model_config import VerifierConfig, first_line
 from peagle.verifier.source import RowStates
 from peagle.verifier.weights import VerifierHead, gguf_file
 
@@ -40,7 +40,7 @@ class TransformersVerifier:
     """A verifier in this process.
 
     Args:
-        facts: what to load.
+        verifier_config: what to load.
         dtype: "auto" for the verifier's own, else "float32", "bfloat16", "float16" or a torch dtype.
         device: "auto" for the first GPU or else the CPU, or a torch device.
 
@@ -48,16 +48,18 @@ class TransformersVerifier:
         VerifierError: it cannot be loaded, or weights are missing from its files; one line.
     """
 
-    def __init__(self, facts: VerifierFacts, dtype: str | torch.dtype, device: str | torch.device) -> None:
-        self.facts = facts
+    def __init__(self, verifier_config: VerifierConfig, dtype: str | torch.dtype, device: str | torch.device) -> None:
+        self.verifier_config = verifier_config
         self.device = resolve_device(device)
-        self.dtype = resolve_dtype(facts, dtype)
-        self.model = _load_model(facts, self.dtype, self.device)
+        self.dtype = resolve_dtype(verifier_config, dtype)
+        self.model = _load_model(verifier_config, self.dtype, self.device)
         self.decoder = self.model.get_decoder()
-        self.layers = _decoder_layers(self.decoder, facts)
+        self.layers = _decoder_layers(self.decoder, verifier_config)
         head = self.model.get_output_embeddings()
         if head is None:
-            raise VerifierError(f"{facts.name_or_path}: {type(self.model).__name__} has no language-model head")
+            raise VerifierError(
+                f"{verifier_config.name_or_path}: {type(self.model).__name__} has no language-model head"
+            )
         self.lm_head = head
 
     @property
@@ -69,7 +71,7 @@ class TransformersVerifier:
     def new_cache(self, capacity: int) -> Any:
         """An empty key/value cache for rows of at most `capacity` tokens."""
         if self.has_plain_cache:
-            return GrowingCache(self.facts.num_layers, capacity)
+            return GrowingCache(self.verifier_config.num_layers, capacity)
         from transformers import DynamicCache
 
         return DynamicCache(config=self.decoder.config)
@@ -83,8 +85,8 @@ class TransformersVerifier:
         Returns:
             float32, [..., vocab_size].
         """
-        logits: Tensor = self.lm_head(normed).float() * self.facts.logit_scale
-        cap = self.facts.logit_softcap
+        logits: Tensor = self.lm_head(normed).float() * self.verifier_config.logit_scale
+        cap = self.verifier_config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def states(self, rows: Sequence[list[int]], aux_layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -121,7 +123,7 @@ class TransformersVerifier:
         ids = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int64)
         for r, row in enumerate(rows):
             ids[r, : len(row)] = torch.tensor(row)
-        last_id = self.facts.num_layers
+        last_id = self.verifier_config.num_layers
         with _captured(self.layers, {*aux_layer_ids, last_id}) as captured:
             output = self.decoder(input_ids=ids.to(self.device), use_cache=False)
         passed = []
@@ -141,22 +143,22 @@ class TransformersVerifier:
 
         Raises:
             VerifierError: the logits differ by more than the dtype's rounding: a family whose norm, scale or soft-cap
-                is not what `facts` says.
+                is not what `verifier_config` says.
         """
-        last_id = self.facts.num_layers
+        last_id = self.verifier_config.num_layers
         with _captured(self.layers, {last_id}) as captured:
             own = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits.float()
         if not torch.isfinite(own).all():
             raise VerifierError(
-                f"{self.facts.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
+                f"{self.verifier_config.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
                 f"{str(self.dtype).removeprefix('torch.')} (try --dtype float32)"
             )
         mine = head.logits(head.normed(captured[last_id].to(head.weight.device))).float().to(own.device)
         error = float((mine - own).abs().max() / own.abs().max())
         if not error < _HEAD_TOLERANCE[self.dtype]:
             raise VerifierError(
-                f"{self.facts.name_or_path}: head(norm(last states)) differs from the model's own by {error:.2g} "
-                f"of the largest: peagle does not know how the {self.facts.model_type} family computes them"
+                f"{self.verifier_config.name_or_path}: head(norm(last states)) differs from the model's own by {error:.2g} "
+                f"of the largest: peagle does not know how the {self.verifier_config.model_type} family computes them"
             )
 
     def generate(
@@ -198,11 +200,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def resolve_dtype(facts: VerifierFacts, dtype: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(verifier_config: VerifierConfig, dtype: str | torch.dtype) -> torch.dtype:
     """ "auto" is the verifier's own dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    name = facts.dtype if dtype == "auto" else dtype
+    name = verifier_config.dtype if dtype == "auto" else dtype
     if name not in ("float32", "bfloat16", "float16"):
         raise VerifierError(f"--dtype {name}: expected auto, float32, bfloat16 or float16")
     return getattr(torch, name)
@@ -254,11 +256,11 @@ def _captured(layers: nn.ModuleList, ids: set[int]) -> Iterator[dict[int, Tensor
             handle.remove()
 
 
-def _load_model(facts: VerifierFacts, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_model(verifier_config: VerifierConfig, dtype: torch.dtype, device: torch.device) -> Any:
     import transformers
     from transformers.utils import logging as hf_logging
 
-    name, trust = facts.name_or_path, facts.trust_remote_code
+    name, trust = verifier_config.name_or_path, verifier_config.trust_remote_code
     shows_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -284,14 +286,16 @@ def _load_model(facts: VerifierFacts, dtype: torch.dtype, device: torch.device) 
             f"{name}: its files lack {len(missing)} of the model's tensors (first: {missing[0]}); they would be random"
         )
     model.eval().requires_grad_(False)
-    return model if facts.quantization else model.to(device)
+    return model if verifier_config.quantization else model.to(device)
 
 
-def _decoder_layers(decoder: nn.Module, facts: VerifierFacts) -> nn.ModuleList:
+def _decoder_layers(decoder: nn.Module, verifier_config: VerifierConfig) -> nn.ModuleList:
     for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == facts.num_layers:
+        if isinstance(module, nn.ModuleList) and len(module) == verifier_config.num_layers:
             return module
-    raise VerifierError(f"{facts.name_or_path}: {type(decoder).__name__} has no list of {facts.num_layers} layers")
+    raise VerifierError(
+        f"{verifier_config.name_or_path}: {type(decoder).__name__} has no list of {verifier_config.num_layers} layers"
+    )
 
 
 # ---- Hidden states of token rows through Transformers, in this process: the source behind `peagle extract` by
@@ -320,7 +324,7 @@ class TransformersSource:
     @property
     def max_tokens(self) -> int:
         """The verifier's own limit."""
-        return self._verifier.facts.max_position_embeddings
+        return self._verifier.verifier_config.max_position_embeddings
 
     def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates]:
         """See `source.StateSource.states`; refuses no row."""

@@ -47,7 +47,7 @@ _UNKNOWN_LENGTH = 1 << 20
 
 
 @dataclass(frozen=True)
-class VerifierFacts:
+class VerifierConfig:
     """The verifier as numbers. Of a multimodal wrapper, its text model."""
 
     name_or_path: str
@@ -93,8 +93,8 @@ class VerifierFacts:
     tensor_names: dict[str, str]
     """Overrides of tensor names by role ("embedding", "norm", "head"); empty: known names are tried."""
 
-    def with_tensor_names(self, names: Sequence[str]) -> VerifierFacts:
-        """The same facts with tensor names given by the user, for a family whose names `weights.py` does not know.
+    def with_tensor_names(self, names: Sequence[str]) -> VerifierConfig:
+        """The same verifier_config with tensor names given by the user, for a family whose names `weights.py` does not know.
 
         Args:
             names: "role=name" each, as `--verifier-tensors` takes them; roles are embedding, norm and head.
@@ -113,15 +113,15 @@ class VerifierFacts:
         return dataclasses.replace(self, tensor_names=found)
 
 
-def load_facts(name_or_path: str, trust_remote_code: bool) -> VerifierFacts:
-    """Read a verifier's facts from its configuration.
+def load_verifier_config(name_or_path: str, trust_remote_code: bool) -> VerifierConfig:
+    """Read a verifier's verifier_config from its configuration.
 
     Args:
         name_or_path: a model folder or a hub id.
         trust_remote_code: let the model's own configuration code run.
 
     Returns:
-        The facts, every number resolved (class defaults of Transformers included).
+        The verifier_config, every number resolved (class defaults of Transformers included).
 
     Raises:
         VerifierError: there is no such model, no configuration, an unknown model type, or a field without which
@@ -136,7 +136,7 @@ def load_facts(name_or_path: str, trust_remote_code: bool) -> VerifierFacts:
         ) from None
 
 
-def _facts_of(config: Any, name_or_path: str, trust_remote_code: bool) -> VerifierFacts:
+def _facts_of(config: Any, name_or_path: str, trust_remote_code: bool) -> VerifierConfig:
     text = config.get_text_config()
     read = _Reader(text, name_or_path)
     model_type = str(text.model_type)
@@ -148,7 +148,7 @@ def _facts_of(config: Any, name_or_path: str, trust_remote_code: bool) -> Verifi
         intermediate = max(intermediate)
     tied = read.maybe("tie_word_embeddings") if config is text else getattr(config, "tie_word_embeddings", None)
     softcap = read.maybe("final_logit_softcapping")
-    return VerifierFacts(
+    return VerifierConfig(
         name_or_path=str(name_or_path),
         architectures=tuple(config.architectures or ()),
         model_type=model_type,

@@ -8,7 +8,7 @@ from typing import Any
 
 from peagle.data.tokenizer import load_tokenizer, tokenizer_sha256
 from peagle.errors import VerifierError
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 
 NEW_TOKEN = "<|MASK|>"
 
@@ -101,7 +101,7 @@ def _text(tokenizer: Any, token_id: int) -> str:
 __all__ = ["eos_ids", "load_tokenizer", "tokenizer_sha256"]
 
 
-def eos_ids(facts: VerifierFacts, tokenizer: Any) -> tuple[int, ...]:
+def eos_ids(verifier_config: VerifierConfig, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end an answer: the verifier's own list and the tokenizer's eos, ascending, as vLLM stops."""
     own = tokenizer.eos_token_id
-    return tuple(sorted({*facts.eos_token_ids, *([] if own is None else [int(own)])}))
+    return tuple(sorted({*verifier_config.eos_token_ids, *([] if own is None else [int(own)])}))

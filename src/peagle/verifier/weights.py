@@ -21,7 +21,7 @@ from torch import Tensor
 
 from peagle.errors import VerifierError
 from peagle.kernels.products import linear
-from peagle.verifier.model_config import VerifierFacts, first_line
+from peagle.verifier.model_config import VerifierConfig, first_line
 
 _PREFIXES = (
     "model.",
@@ -113,7 +113,7 @@ class VerifierHead:
         )
 
 
-def load_head(facts: VerifierFacts) -> VerifierHead:
+def load_head(verifier_config: VerifierConfig) -> VerifierHead:
     """Read the final norm and the head (of a tied verifier, the embedding).
 
     Returns:
@@ -121,32 +121,32 @@ def load_head(facts: VerifierFacts) -> VerifierHead:
 
     Raises:
         VerifierError: no weights, unknown tensor names (close ones are listed), a packed head (its format is named),
-            shapes that do not fit the facts, or a norm that is no RMS norm.
+            shapes that do not fit the verifier_config, or a norm that is no RMS norm.
     """
-    files = TensorFiles.open(facts.name_or_path)
-    norm_name = find_tensor(files, facts, "norm")
+    files = TensorFiles.open(verifier_config.name_or_path)
+    norm_name = find_tensor(files, verifier_config, "norm")
     if norm_name.removesuffix("weight") + "bias" in files.names:
         raise VerifierError(
-            f"{facts.name_or_path}: its final norm is a LayerNorm ({norm_name.removesuffix('weight')}bias exists); "
+            f"{verifier_config.name_or_path}: its final norm is a LayerNorm ({norm_name.removesuffix('weight')}bias exists); "
             "drafters read an RMS norm, so this family is not supported"
         )
-    norm = _plain(files, norm_name, facts).to(torch.float32)
-    role = "embedding" if facts.tied else "head"
-    weight = _matrix(files, facts, role)
-    if norm.shape != (facts.hidden_size,):
+    norm = _plain(files, norm_name, verifier_config).to(torch.float32)
+    role = "embedding" if verifier_config.tied else "head"
+    weight = _matrix(files, verifier_config, role)
+    if norm.shape != (verifier_config.hidden_size,):
         raise VerifierError(
-            f"{facts.name_or_path}: {norm_name} has shape {list(norm.shape)}, expected [{facts.hidden_size}]"
+            f"{verifier_config.name_or_path}: {norm_name} has shape {list(norm.shape)}, expected [{verifier_config.hidden_size}]"
         )
     return VerifierHead(
-        norm + 1.0 if facts.norm_adds_one and not files.is_gguf else norm,
-        facts.rms_norm_eps,
+        norm + 1.0 if verifier_config.norm_adds_one and not files.is_gguf else norm,
+        verifier_config.rms_norm_eps,
         weight,
-        facts.logit_scale,
-        facts.logit_softcap,
+        verifier_config.logit_scale,
+        verifier_config.logit_softcap,
     )
 
 
-def load_embedding(facts: VerifierFacts) -> Tensor:
+def load_embedding(verifier_config: VerifierConfig) -> Tensor:
     """Read the input embedding with the family's scale folded in: the vectors that the first layer sees.
 
     Returns:
@@ -155,18 +155,20 @@ def load_embedding(facts: VerifierFacts) -> Tensor:
     Raises:
         VerifierError: as `load_head`.
     """
-    weight = _matrix(TensorFiles.open(facts.name_or_path), facts, "embedding")
-    return weight if facts.embedding_scale == 1.0 else weight.to(torch.float32) * facts.embedding_scale
+    weight = _matrix(TensorFiles.open(verifier_config.name_or_path), verifier_config, "embedding")
+    return (
+        weight if verifier_config.embedding_scale == 1.0 else weight.to(torch.float32) * verifier_config.embedding_scale
+    )
 
 
-def fingerprint(facts: VerifierFacts) -> str:
+def fingerprint(verifier_config: VerifierConfig) -> str:
     """A hash that tells this verifier's weights from another's, without reading all of them.
 
     It covers the size of each weight file and 64 KiB at 17 places of it, so it survives copying the folder and notices
     a fine-tune under the same path.
     """
     digest = hashlib.sha256()
-    for path in sorted(TensorFiles.open(facts.name_or_path).paths):
+    for path in sorted(TensorFiles.open(verifier_config.name_or_path).paths):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as handle:
@@ -176,16 +178,16 @@ def fingerprint(facts: VerifierFacts) -> str:
     return digest.hexdigest()
 
 
-def find_tensor(files: TensorFiles, facts: VerifierFacts, role: str) -> str:
+def find_tensor(files: TensorFiles, verifier_config: VerifierConfig, role: str) -> str:
     """The name of the "embedding", "norm" or "head" weight in the files.
 
     Raises:
         VerifierError: none of the known names is there; lists the closest ones and how to say which it is.
     """
-    asked = facts.tensor_names.get(role)
+    asked = verifier_config.tensor_names.get(role)
     if asked is not None:
         if asked not in files.names:
-            raise VerifierError(f"{facts.name_or_path}: no tensor named {asked} (given for the {role})")
+            raise VerifierError(f"{verifier_config.name_or_path}: no tensor named {asked} (given for the {role})")
         return asked
     for base in _bases(role):
         for name in (f"{base}.weight", *(f"{base}.{suffix}" for suffix in _PACKED)):
@@ -198,7 +200,7 @@ def find_tensor(files: TensorFiles, facts: VerifierFacts, role: str) -> str:
     listed = ", ".join((close or sorted(files.names))[:6])
     reason = "" if role != "head" else " and its configuration says that the head is not tied to the embedding"
     raise VerifierError(
-        f"{facts.name_or_path}: no known tensor name for the {role}{reason}; close ones: {listed}. Name it with "
+        f"{verifier_config.name_or_path}: no known tensor name for the {role}{reason}; close ones: {listed}. Name it with "
         f"--verifier-tensors {role}=NAME."
     )
 
@@ -209,23 +211,27 @@ def _bases(role: str) -> list[str]:
     return [prefix + leaf for prefix in _PREFIXES for leaf in _LEAVES[role]]
 
 
-def _matrix(files: TensorFiles, facts: VerifierFacts, role: str) -> Tensor:
-    name = find_tensor(files, facts, role)
-    weight = _plain(files, name, facts)
-    if weight.ndim != 2 or weight.shape[1] != facts.hidden_size or weight.shape[0] < facts.vocab_size:
+def _matrix(files: TensorFiles, verifier_config: VerifierConfig, role: str) -> Tensor:
+    name = find_tensor(files, verifier_config, role)
+    weight = _plain(files, name, verifier_config)
+    if (
+        weight.ndim != 2
+        or weight.shape[1] != verifier_config.hidden_size
+        or weight.shape[0] < verifier_config.vocab_size
+    ):
         raise VerifierError(
-            f"{facts.name_or_path}: {name} has shape {list(weight.shape)}, expected [{facts.vocab_size}, "
-            f"{facts.hidden_size}]"
+            f"{verifier_config.name_or_path}: {name} has shape {list(weight.shape)}, expected [{verifier_config.vocab_size}, "
+            f"{verifier_config.hidden_size}]"
         )
-    return weight[: facts.vocab_size].contiguous()
+    return weight[: verifier_config.vocab_size].contiguous()
 
 
-def _plain(files: TensorFiles, name: str, facts: VerifierFacts) -> Tensor:
+def _plain(files: TensorFiles, name: str, verifier_config: VerifierConfig) -> Tensor:
     """Read a tensor as numbers: dequantised where that is a multiplication, refused where bytes are packed."""
     base, _, suffix = name.rpartition(".")
     if suffix in _PACKED:
         raise VerifierError(
-            f"{facts.name_or_path}: {name} is quantised ({_PACKED[suffix]}), and peagle does not unpack that format. "
+            f"{verifier_config.name_or_path}: {name} is quantised ({_PACKED[suffix]}), and peagle does not unpack that format. "
             "Use a copy of the verifier whose head and embedding are not quantised."
         )
     tensor = files.read(name)
@@ -237,9 +243,9 @@ def _plain(files: TensorFiles, name: str, facts: VerifierFacts) -> Tensor:
     eight_bit = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     offset = f"{base}.weight_zero_point" in files.names and bool(files.read(f"{base}.weight_zero_point").any())
     if tensor.dtype not in eight_bit or (scale_name is None and tensor.dtype == torch.int8) or offset:
-        kind = facts.quantization or "unknown"
+        kind = verifier_config.quantization or "unknown"
         raise VerifierError(
-            f"{facts.name_or_path}: {name} is stored as {str(tensor.dtype)[6:]} (quantisation: {kind}), and "
+            f"{verifier_config.name_or_path}: {name} is stored as {str(tensor.dtype)[6:]} (quantisation: {kind}), and "
             "peagle does not unpack that format. Use a copy of the verifier whose head and embedding are not "
             "quantised."
         )

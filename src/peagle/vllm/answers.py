@@ -18,7 +18,7 @@ from peagle.data import Conversation
 from peagle.errors import EndpointError
 from peagle.regenerate.answers import Answered, Prompt
 from peagle.regenerate.generation import Generation, GenerationSettings
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused
 from peagle.vllm.client import Endpoint, EndpointPool, RetryPolicy, RowRefusedError, in_parallel, is_same_model
 
@@ -46,7 +46,7 @@ class EndpointAnswers:
     """An `AnswerSource` over one or several servers of the same verifier.
 
     Args:
-        facts: the verifier.
+        verifier_config: the verifier.
         generation: how answers are written.
         endpoints: see `AnswerEndpoints`.
 
@@ -54,7 +54,9 @@ class EndpointAnswers:
         EndpointError: unreachable, not ready, another model, or a server that returns no token ids.
     """
 
-    def __init__(self, facts: VerifierFacts, generation: GenerationSettings, endpoints: AnswerEndpoints) -> None:
+    def __init__(
+        self, verifier_config: VerifierConfig, generation: GenerationSettings, endpoints: AnswerEndpoints
+    ) -> None:
         self._generation, self._concurrency = generation, endpoints.concurrency
         self._max_retries, self._is_chat = endpoints.policy.max_retries, endpoints.is_chat
         made = [Endpoint(url, endpoints.api_key, endpoints.policy, endpoints.concurrency) for url in endpoints.urls]
@@ -63,12 +65,14 @@ class EndpointAnswers:
             limits = []
             for endpoint in made:
                 served = endpoint.model(endpoints.model)
-                if endpoints.model is None and not is_same_model(facts.name_or_path, (served.name, served.root)):
+                if endpoints.model is None and not is_same_model(
+                    verifier_config.name_or_path, (served.name, served.root)
+                ):
                     raise EndpointError(
-                        f"{endpoint.root_url}: serves {served.root}, not {facts.name_or_path}; if these are the same "
+                        f"{endpoint.root_url}: serves {served.root}, not {verifier_config.name_or_path}; if these are the same "
                         f"weights, say so with --served-model-name {served.name}"
                     )
-                limits.append(served.max_model_len or facts.max_position_embeddings)
+                limits.append(served.max_model_len or verifier_config.max_position_embeddings)
         except BaseException:
             self.close()
             raise

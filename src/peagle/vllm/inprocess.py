@@ -15,10 +15,10 @@ from typing import Any
 from peagle.data.records import TokenRow
 from peagle.errors import ConfigError, DiskError, VerifierError
 from peagle.files import is_disk_full
-from peagle.verifier.model_config import VerifierFacts, first_line
+from peagle.verifier.model_config import VerifierConfig, first_line
 from peagle.verifier.source import RowRefused, RowStates
 from peagle.vllm.launch import PLUGIN_FOLDER, extraction_arguments, plugin_environment
-from peagle.vllm.states import GREEDY, StatesFolder, WriteFailedError, connector_facts, difference, split_layers
+from peagle.vllm.states import GREEDY, StatesFolder, WriteFailedError, connector_answer, difference, split_layers
 from peagle.vllm.support import detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class InProcessSource:
     """A `StateSource` over a vLLM engine of its own.
 
     Args:
-        facts: the verifier.
+        verifier_config: the verifier.
         aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
         dtype: what the engine computes in ("auto", "float32", "bfloat16", "float16").
         folder: through which the engine hands its files over; a memory disk is fastest.
@@ -48,7 +48,7 @@ class InProcessSource:
 
     def __init__(
         self,
-        facts: VerifierFacts,
+        verifier_config: VerifierConfig,
         aux_layer_ids: Sequence[int],
         dtype: str,
         folder: Path,
@@ -56,12 +56,12 @@ class InProcessSource:
         check_all_positions: bool,
         vllm_arguments: Sequence[str],
     ) -> None:
-        self._layers = (*aux_layer_ids, facts.num_layers)
+        self._layers = (*aux_layer_ids, verifier_config.num_layers)
         self._check_all = check_all_positions
         self._folder = StatesFolder(folder, store)
         self._numbers = itertools.count()
         self._closed = False
-        self._engine = _start_engine(facts, self._layers, dtype, self._folder.path, vllm_arguments)
+        self._engine = _start_engine(verifier_config, self._layers, dtype, self._folder.path, vllm_arguments)
         self._max_tokens = int(self._engine.model_config.max_model_len) - 1
         self._folder.sweep()
 
@@ -114,7 +114,7 @@ class InProcessSource:
         self._engine.add_request(name, {"type": "token", "prompt_token_ids": row.input_ids}, parameters)
 
     def _result(self, row: TokenRow, output: Any) -> RowStates | RowRefused:
-        facts = connector_facts(output.kv_transfer_params, "vLLM")
+        connector = connector_answer(output.kv_transfer_params, "vLLM")
         try:
             found = self._folder.read(output.request_id, _FILE_WAIT_S)
         except WriteFailedError as error:
@@ -126,13 +126,13 @@ class InProcessSource:
         if found.hidden_states.shape[0] != len(row.input_ids):
             detail = f"{found.hidden_states.shape[0]} states for {len(row.input_ids)} ids"
             return RowRefused(row.row_id, "states and ids differ in number", detail)
-        aux, last = split_layers(found.hidden_states, [facts["layer_ids"].index(i) for i in self._layers])
+        aux, last = split_layers(found.hidden_states, [connector["layer_ids"].index(i) for i in self._layers])
         positions, ids = _choices(output, len(row.input_ids))
         return RowStates(row.row_id, found.token_ids, aux, last, positions, ids)
 
 
 def _start_engine(
-    facts: VerifierFacts, layers: Sequence[int], dtype: str, folder: Path, vllm_arguments: Sequence[str]
+    verifier_config: VerifierConfig, layers: Sequence[int], dtype: str, folder: Path, vllm_arguments: Sequence[str]
 ) -> Any:
     engine = find_engine(None)
     os.environ.update(plugin_environment())  # for the processes that the engine starts
@@ -144,9 +144,9 @@ def _start_engine(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False, exit_on_error=False))
-    detour = [] if "--hf-overrides" in vllm_arguments else detour_arguments(engine, facts.architectures)
-    arguments = ["--model", facts.name_or_path, "--dtype", dtype, *detour, *vllm_arguments]
-    if facts.trust_remote_code:
+    detour = [] if "--hf-overrides" in vllm_arguments else detour_arguments(engine, verifier_config.architectures)
+    arguments = ["--model", verifier_config.name_or_path, "--dtype", dtype, *detour, *vllm_arguments]
+    if verifier_config.trust_remote_code:
         arguments.append("--trust-remote-code")
     for key, value in extraction_arguments(layers, folder, 2, 1 << 30).items():
         arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
@@ -159,7 +159,7 @@ def _start_engine(
     try:
         return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
     except (RuntimeError, ValueError, OSError) as error:
-        name = facts.name_or_path
+        name = verifier_config.name_or_path
         raise VerifierError(f"{name}: vLLM {engine.version} does not start: {first_line(error)}") from error
 
 

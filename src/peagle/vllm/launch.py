@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from peagle.errors import ConfigError, EndpointError
-from peagle.verifier.model_config import VerifierFacts, load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.vllm.config import LaunchConfig
 from peagle.vllm.states import IN_FLIGHT
 from peagle.vllm.support import Engine, detour_arguments, find_engine
@@ -85,13 +85,15 @@ def plugin_environment() -> dict[str, str]:
     return {"PYTHONPATH": path, "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
-def served_layer_ids(facts: VerifierFacts, asked: Sequence[int]) -> tuple[int, ...]:
+def served_layer_ids(verifier_config: VerifierConfig, asked: Sequence[int]) -> tuple[int, ...]:
     """The layers a server must hand out: the auxiliary ones and the last, ascending."""
-    aux = resolve_aux_layer_ids(facts.num_layers, [i for i in asked if i != facts.num_layers] if asked else None)
-    return (*aux, facts.num_layers)
+    aux = resolve_aux_layer_ids(
+        verifier_config.num_layers, [i for i in asked if i != verifier_config.num_layers] if asked else None
+    )
+    return (*aux, verifier_config.num_layers)
 
 
-def launch_command(config: LaunchConfig, facts: VerifierFacts, engine: Engine) -> ServerCommand:
+def launch_command(config: LaunchConfig, verifier_config: VerifierConfig, engine: Engine) -> ServerCommand:
     """The command that serves hidden states.
 
     Raises:
@@ -105,13 +107,16 @@ def launch_command(config: LaunchConfig, facts: VerifierFacts, engine: Engine) -
         raise ConfigError("--pipeline-parallel-size: hidden states need it to be 1; use tensor or data parallelism")
     folder = (config.hidden_states_path / IN_FLIGHT).absolute()
     settings = extraction_arguments(
-        served_layer_ids(facts, config.target_layer_ids), folder, config.num_writer_threads, config.max_queued_bytes
+        served_layer_ids(verifier_config, config.target_layer_ids),
+        folder,
+        config.num_writer_threads,
+        config.max_queued_bytes,
     )
     arguments = [engine.python, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
     for key, value in settings.items():
         arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
     if option(extra, "--hf-overrides") is None and option(extra, "--model-impl") is None:
-        arguments += detour_arguments(engine, facts.architectures)
+        arguments += detour_arguments(engine, verifier_config.architectures)
     return ServerCommand((*arguments, *address_arguments(extra), *extra), plugin_environment())
 
 
@@ -126,8 +131,8 @@ def launch(config: LaunchConfig) -> int:
         EndpointError: the server ended before it was ready, or was not ready in time.
     """
     engine = find_engine(config.vllm_python)
-    facts = load_facts(config.model, option(config.extra_args, "--trust-remote-code") is not None)
-    command = launch_command(config, facts, engine)
+    verifier_config = load_verifier_config(config.model, option(config.extra_args, "--trust-remote-code") is not None)
+    command = launch_command(config, verifier_config, engine)
     if config.dry_run:
         print(command)
         return 0
@@ -137,7 +142,7 @@ def launch(config: LaunchConfig) -> int:
     process = start(command, None)
     with stopping(process):
         wait_ready(process, url, config.ready_timeout_s)
-        layers = served_layer_ids(facts, config.target_layer_ids)
+        layers = served_layer_ids(verifier_config, config.target_layer_ids)
         logger.info("ready: %s/v1 serves %s with hidden states of layers %s", url, config.model, list(layers))
         logger.info("next: peagle extract --endpoint %s/v1 --hidden-states-path %s ...", url, config.hidden_states_path)
         return process.wait()

@@ -28,7 +28,7 @@ from torch import Tensor
 from peagle.data.records import TokenRow
 from peagle.errors import DiskError, EndpointError
 from peagle.files import is_disk_full
-from peagle.verifier.model_config import VerifierFacts
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
 from peagle.vllm.client import (
     Answer,
@@ -72,7 +72,7 @@ class EndpointSource:
     """A `StateSource` over one or several servers of the same verifier.
 
     Args:
-        facts: the verifier that the rows were prepared for.
+        verifier_config: the verifier that the rows were prepared for.
         aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
         dtype: "float32", "bfloat16" or "float16": what is to be stored; a server must not compute in less.
         settings: see `EndpointSettings`.
@@ -86,15 +86,15 @@ class EndpointSource:
 
     def __init__(
         self,
-        facts: VerifierFacts,
+        verifier_config: VerifierConfig,
         aux_layer_ids: Sequence[int],
         dtype: str,
         settings: EndpointSettings,
         store: str,
         check_all_positions: bool,
     ) -> None:
-        self._facts, self._dtype, self._settings = facts, dtype, settings
-        self._wanted_layers = (*aux_layer_ids, facts.num_layers)
+        self._verifier_config, self._dtype, self._settings = verifier_config, dtype, settings
+        self._wanted_layers = (*aux_layer_ids, verifier_config.num_layers)
         self._check_all = check_all_positions
         self._folder = StatesFolder(settings.hidden_states_path, store)
         self._numbers = itertools.count()
@@ -155,9 +155,9 @@ class EndpointSource:
         name = self._folder.name(next(self._numbers))
         probe = EndpointPool([endpoint], self._settings.policy)
         answer = probe.post("/v1/completions", states_request(_PROBE_IDS, name, False))
-        facts = connector_facts(answer.body.get("kv_transfer_params"), answer.url)
+        connector = connector_answer(answer.body.get("kv_transfer_params"), answer.url)
         try:
-            self._check_server(endpoint, served, facts)
+            self._check_server(endpoint, served, connector)
         except EndpointError:
             with contextlib.suppress(EndpointError):  # its file may still be on its way: leave none behind
                 self._folder.read(name, _LEFTOVER_WAIT_S)
@@ -166,33 +166,33 @@ class EndpointSource:
             self._folder.read(name, _PROBE_WAIT_S)
         except MissingFileError:
             raise EndpointError(
-                f"{endpoint.root_url}: its files are not seen here. It writes {facts.get('hidden_states_path')}, "
+                f"{endpoint.root_url}: its files are not seen here. It writes {connector.get('hidden_states_path')}, "
                 f"this machine looks in {self._folder.path}; both must see one folder (--hidden-states-path)"
             ) from None
-        limit = facts.get("max_model_len") or served.max_model_len or self._facts.max_position_embeddings
+        limit = connector.get("max_model_len") or served.max_model_len or self._verifier_config.max_position_embeddings
         return int(limit) - 1
 
-    def _check_server(self, endpoint: Endpoint, served: ServedModel, facts: dict[str, Any]) -> None:
+    def _check_server(self, endpoint: Endpoint, served: ServedModel, connector: dict[str, Any]) -> None:
         where = endpoint.root_url
-        self._layer_order(facts, where)
+        self._layer_order(connector, where)
         for key in ("num_layers", "hidden_size", "vocab_size"):
-            mine, its = getattr(self._facts, key), facts.get(key)
+            mine, its = getattr(self._verifier_config, key), connector.get(key)
             if its is not None and int(its) != mine:
                 raise EndpointError(
                     f"{where}: serves another model, {served.root}, whose {key} is {its}; "
-                    f"{self._facts.name_or_path} has {mine}"
+                    f"{self._verifier_config.name_or_path} has {mine}"
                 )
-        its_dtype = str(facts.get("dtype", self._dtype))
+        its_dtype = str(connector.get("dtype", self._dtype))
         if its_dtype not in (self._dtype, "float32"):
             raise EndpointError(
                 f"{where}: computes in {its_dtype}, wanted is {self._dtype}; start it with `-- --dtype {self._dtype}`, "
                 f"or extract with --dtype {its_dtype}"
             )
         if self._settings.model is None and not is_same_model(
-            self._facts.name_or_path, (served.name, served.root, str(facts.get("model", "")))
+            self._verifier_config.name_or_path, (served.name, served.root, str(connector.get("model", "")))
         ):
             raise EndpointError(
-                f"{where}: serves {served.root}, but the rows are for {self._facts.name_or_path}; if these are the "
+                f"{where}: serves {served.root}, but the rows are for {self._verifier_config.name_or_path}; if these are the "
                 f"same weights, say so with --served-model-name {served.name}"
             )
 
@@ -209,7 +209,7 @@ class EndpointSource:
                 answer = self._pool.post("/v1/completions", states_request(row.input_ids, name, checked))
             except RowRefusedError as error:
                 return RowRefused(row.row_id, "refused by the server", str(error))
-            facts = connector_facts(answer.body.get("kv_transfer_params"), answer.url)
+            connector = connector_answer(answer.body.get("kv_transfer_params"), answer.url)
             try:
                 found = self._folder.read(name, _FILE_WAIT_S)
             except WriteFailedError as error:
@@ -218,21 +218,21 @@ class EndpointSource:
                 trouble = error
                 continue
             except MissingFileError as error:
-                reason = (facts.get("failed_writes") or {}).get(name)
+                reason = (connector.get("failed_writes") or {}).get(name)
                 trouble = WriteFailedError(f"{error}: {reason}") if reason else error
                 continue
             if found.token_ids != row.input_ids:
                 return RowRefused(row.row_id, "the server read other ids", difference(row.input_ids, found.token_ids))
             if found.hidden_states.shape[0] == len(row.input_ids):
-                return self._result(row, answer, facts, found)
+                return self._result(row, answer, connector, found)
             trouble = _RowsError(f"{found.hidden_states.shape[0]} states for {len(row.input_ids)} ids")
         if isinstance(trouble, _RowsError):
             return RowRefused(row.row_id, "states and ids differ in number", str(trouble))
         raise trouble or EndpointError(f"row {row.row_id}: no states")
 
-    def _layer_order(self, facts: dict[str, Any], where: str) -> list[int]:
+    def _layer_order(self, connector: dict[str, Any], where: str) -> list[int]:
         """Places of the wanted layers among those that a server hands out."""
-        has = [int(i) for i in facts["layer_ids"]]
+        has = [int(i) for i in connector["layer_ids"]]
         if any(i not in has for i in self._wanted_layers):
             aux = " ".join(str(i) for i in self._wanted_layers[:-1])
             raise EndpointError(
@@ -241,8 +241,8 @@ class EndpointSource:
             )
         return [has.index(i) for i in self._wanted_layers]
 
-    def _result(self, row: TokenRow, answer: Answer, facts: dict[str, Any], found: ServedStates) -> RowStates:
-        aux, last = split_layers(found.hidden_states, self._layer_order(facts, answer.url))
+    def _result(self, row: TokenRow, answer: Answer, connector: dict[str, Any], found: ServedStates) -> RowStates:
+        aux, last = split_layers(found.hidden_states, self._layer_order(connector, answer.url))
         positions, ids = choices(answer.body, len(row.input_ids))
         return RowStates(row.row_id, found.token_ids, aux, last, positions, ids)
 
@@ -395,20 +395,20 @@ def states_request(ids: list[int], name: str, checked: bool) -> dict[str, Any]:
     return {**payload, "prompt_logprobs": 1} if checked else payload
 
 
-def connector_facts(facts: Any, where: str) -> dict[str, Any]:
+def connector_answer(answer: Any, where: str) -> dict[str, Any]:
     """What the connector says in an answer's `kv_transfer_params`.
 
     Raises:
         EndpointError: no connector, or its complaint.
     """
-    if not isinstance(facts, dict) or "layer_ids" not in facts:
+    if not isinstance(answer, dict) or "layer_ids" not in answer:
         raise EndpointError(
             f"{where}: runs without peagle's hidden-states connector; start it with `peagle launch-vllm MODEL "
             "--hidden-states-path DIR`"
         )
-    if "hidden_states_error" in facts:
-        raise EndpointError(f"{where}: {facts['hidden_states_error']}")
-    return facts
+    if "hidden_states_error" in answer:
+        raise EndpointError(f"{where}: {answer['hidden_states_error']}")
+    return answer
 
 
 def difference(sent: list[int], read: list[int]) -> str:

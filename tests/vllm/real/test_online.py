@@ -13,7 +13,7 @@ from benchmarks.vllm_decoding import our_passes, question_prompts
 from benchmarks.vllm_engines import Engines, greedy_task
 from peagle import embedded
 from peagle.hidden_states.store import StoreReader
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from tests.vllm.real.conftest import questions
 from tests.vllm.real.road import begin, must, records, when
 from tests.vllm.real.test_road import Servers
@@ -111,7 +111,7 @@ def test_an_eagle3_drafter_trained_online_drafts_in_vllm_as_in_our_engine_and_lo
     checkpoint = online.work / "eagle3" / "checkpoint_last"
     config = json.loads((checkpoint / "config.json").read_text())
     assert config["speculators_model_type"] == "eagle3"
-    eos = load_facts(str(verifier), False).eos_token_ids
+    eos = load_verifier_config(str(verifier), False).eos_token_ids
     prompts = question_prompts(verifier, embedded.TRAIN_QUESTIONS, 8) + question_prompts(
         verifier, embedded.TEST_QUESTIONS, 8
     )

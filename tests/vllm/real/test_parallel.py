@@ -19,7 +19,7 @@ from peagle.evaluate.served import ServedDrafter
 from peagle.regenerate.answers import Prompt
 from peagle.regenerate.generation import GenerationSettings
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.model_config import load_facts, resolve_aux_layer_ids
+from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import RowStates
 from peagle.verifier.weights import load_embedding, load_head
 from peagle.vllm.answers import AnswerEndpoints
@@ -34,8 +34,8 @@ DEPTH = 3
 def test_states_are_transformers_and_each_file_has_one_writer(work: Path, flag: str, num_writers: int) -> None:
     name = flag.strip("-")
     model, shared, log = toy("llama", work / "toys"), work / f"{name}-shared", work / f"{name}.log"
-    facts = load_facts(str(model), False)
-    aux = resolve_aux_layer_ids(facts.num_layers, None)
+    verifier_config = load_verifier_config(str(model), False)
+    aux = resolve_aux_layer_ids(verifier_config.num_layers, None)
     ids = mixed_rows(48, 260, 300, 1)
     rows = [TokenRow(str(i), "x", row, [1] * len(row), False, 0) for i, row in enumerate(ids)]
     arguments = [
@@ -49,7 +49,7 @@ def test_states_are_transformers_and_each_file_has_one_writer(work: Path, flag: 
     ]
     with server([*arguments, flag, "2"], log, several=True) as (_, url):
         settings = EndpointSettings((url,), None, None, 16, POLICY, shared)
-        source = EndpointSource(facts, aux, "float32", settings, "parallel", False)
+        source = EndpointSource(verifier_config, aux, "float32", settings, "parallel", False)
         found = {one.row_id: one for one in source.states(rows, {row.row_id for row in rows})}
         source.close()
         metrics = httpx.get(f"{url}/metrics", timeout=10).text
@@ -57,11 +57,13 @@ def test_states_are_transformers_and_each_file_has_one_writer(work: Path, flag: 
     assert len(served) == num_writers
     assert min(served) > 100  # the engines shared the work
     worst = 0.0
-    for i, (expected_aux, expected_last) in enumerate(TransformersVerifier(facts, "float32", "cpu").states(ids, aux)):
+    for i, (expected_aux, expected_last) in enumerate(
+        TransformersVerifier(verifier_config, "float32", "cpu").states(ids, aux)
+    ):
         one = found[str(i)]
         assert isinstance(one, RowStates)
-        worst = max(worst, worst_error(one.aux_states, expected_aux, facts.hidden_size))
-        worst = max(worst, worst_error(one.last_states, expected_last, facts.hidden_size))
+        worst = max(worst, worst_error(one.aux_states, expected_aux, verifier_config.hidden_size))
+        worst = max(worst, worst_error(one.last_states, expected_last, verifier_config.hidden_size))
     assert worst < 1e-5
     assert log.read_text(errors="replace").count("are written to") == num_writers
     assert list((shared / "in-flight").iterdir()) == []
@@ -69,31 +71,31 @@ def test_states_are_transformers_and_each_file_has_one_writer(work: Path, flag: 
 
 def test_counters_of_two_engines_add_up_to_what_our_engine_counts(work: Path, tmp_path: Path) -> None:
     model = toy("llama", work / "toys")
-    facts = load_facts(str(model), False)
+    verifier_config = load_verifier_config(str(model), False)
     torch.manual_seed(0)
     made = Drafter(
         config_for(
-            facts, speculators_model_type="peagle", layer_type="llama", num_layers=1, intermediate_size=None,
-            num_speculative_tokens=DEPTH, aux_layer_ids=resolve_aux_layer_ids(facts.num_layers, None),
-            draft_vocab_size=None, mask_token_id=facts.vocab_size - 1, norm_before_residual=False, norm_before_fc=False,
+            verifier_config, speculators_model_type="peagle", layer_type="llama", num_layers=1, intermediate_size=None,
+            num_speculative_tokens=DEPTH, aux_layer_ids=resolve_aux_layer_ids(verifier_config.num_layers, None),
+            draft_vocab_size=None, mask_token_id=verifier_config.vocab_size - 1, norm_before_residual=False, norm_before_fc=False,
         )
     )  # fmt: skip
     with torch.no_grad():
-        made.state_dict()["embed_tokens.weight"].copy_(load_embedding(facts))
-        made.state_dict()["lm_head.weight"].copy_(load_head(facts).weight)
+        made.state_dict()["embed_tokens.weight"].copy_(load_embedding(verifier_config))
+        made.state_dict()["lm_head.weight"].copy_(load_head(verifier_config).weight)
     drafter_checkpoint.save(made, tmp_path / "drafter", "float32")
     prompts = [row for row in mixed_rows(24, 260, 60, 3) if len(row) > 1]
     arguments = ["serve", str(tmp_path / "drafter"), "--", "--data-parallel-size", "2"]
     with server(arguments, work / "dp-serve.log", several=True) as (_, url):
-        settings = GenerationSettings(24, facts.eos_token_ids, 0.0, 1.0, 0)
-        measured = ServedDrafter(facts, settings, AnswerEndpoints((url,), None, None, 8, POLICY))
+        settings = GenerationSettings(24, verifier_config.eos_token_ids, 0.0, 1.0, 0)
+        measured = ServedDrafter(verifier_config, settings, AnswerEndpoints((url,), None, None, 8, POLICY))
         run = measured.run([Prompt(str(i), ids, 0) for i, ids in enumerate(prompts)])
         measured.close()
         metrics = httpx.get(f"{url}/metrics", timeout=10).text
     drafts = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_drafts_total{")]
     assert len(drafts) == 2
     assert all(float(line.split()[-1]) > 0 for line in drafts)
-    ours = our_passes(model, tmp_path / "drafter", prompts, 24, DEPTH, facts.eos_token_ids)
+    ours = our_passes(model, tmp_path / "drafter", prompts, 24, DEPTH, verifier_config.eos_token_ids)
     assert run.counts.num_drafts == sum(map(len, ours))
     assert list(run.counts.accepted_per_position) == [
         sum(one.num_accepted > k for passes in ours for one in passes) for k in range(DEPTH)

@@ -19,7 +19,7 @@ from peagle import embedded
 from peagle.cli.main import main
 from peagle.errors import EndpointError
 from peagle.hidden_states.store import StoreReader
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm import states as vllm_endpoint
 from peagle.vllm.client import RetryPolicy
 from peagle.vllm.launch import stop
@@ -132,11 +132,11 @@ def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(road: Ro
     from peagle.regenerate.generation import GenerationSettings
     from peagle.verifier.local import TransformersVerifier
 
-    facts = load_facts(str(road.verifier), False)
+    verifier_config = load_verifier_config(str(road.verifier), False)
     made = records(road.work / "answers.jsonl")[:6]
-    settings = GenerationSettings(NEW_TOKENS, facts.eos_token_ids, 0.0, 1.0, 4)
+    settings = GenerationSettings(NEW_TOKENS, verifier_config.eos_token_ids, 0.0, 1.0, 4)
     prompts = [[i for i, m in zip(r["input_ids"], r["loss_mask"]) if not m][: r["loss_mask"].index(1)] for r in made]
-    ours = TransformersVerifier(facts, "float32", "cpu").generate(prompts, settings, [0] * len(made), 6)
+    ours = TransformersVerifier(verifier_config, "float32", "cpu").generate(prompts, settings, [0] * len(made), 6)
     for place, generation in ours:
         record = made[place]
         assert record["input_ids"] == [*prompts[place], *generation.ids, *generation.tail_ids]
@@ -192,7 +192,7 @@ def test_no_file_stays_behind(road: Road) -> None:
 
 def source(road: Road, aux: tuple[int, ...] = (2, 4, 5), folder: Path | None = None) -> EndpointSource:
     settings = EndpointSettings((road.url,), None, None, 4, RetryPolicy(60.0, 2, 5.0), folder or road.work / "shared")
-    return EndpointSource(load_facts(str(road.verifier), False), aux, "float32", settings, "tests", False)
+    return EndpointSource(load_verifier_config(str(road.verifier), False), aux, "float32", settings, "tests", False)
 
 
 REFUSALS = {

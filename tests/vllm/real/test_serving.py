@@ -21,7 +21,7 @@ from peagle.evaluate.served import ServedDrafter
 from peagle.regenerate.answers import Prompt
 from peagle.regenerate.generation import GenerationSettings
 from peagle.serve.check import check_checkpoint
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
 from peagle.vllm.answers import AnswerEndpoints
 from peagle.vllm.client import RetryPolicy
@@ -96,7 +96,7 @@ def test_the_check_finds_nothing_with_the_installed_vllm(drafter: Path) -> None:
 def test_plain_vllm_serve_of_the_checkpoint_drafts_too(
     engines: Engines, verifier: Path, drafter: Path, prompts: list[list[int]]
 ) -> None:
-    eos = load_facts(str(verifier), False).eos_token_ids
+    eos = load_verifier_config(str(verifier), False).eos_token_ids
     task = greedy_task(prompts[:6], 32, eos, True)
     (alone,) = engines.generate(drafter, None, [task], False)
     (named,) = engines.generate(verifier, speculative(drafter, DEPTH), [task], False)
@@ -115,14 +115,14 @@ def served(drafter: Path, work: Path) -> Iterator[str]:
 def test_the_counters_of_a_served_drafter_are_those_of_our_engine(
     served: str, verifier: Path, drafter: Path, prompts: list[list[int]]
 ) -> None:
-    facts = load_facts(str(verifier), False)
+    verifier_config = load_verifier_config(str(verifier), False)
     some = prompts[:12]
-    settings = GenerationSettings(32, facts.eos_token_ids, 0.0, 1.0, 0)
+    settings = GenerationSettings(32, verifier_config.eos_token_ids, 0.0, 1.0, 0)
     endpoints = AnswerEndpoints((served,), None, None, 4, RetryPolicy(120.0, 2, 5.0))
-    measured = ServedDrafter(facts, settings, endpoints)
+    measured = ServedDrafter(verifier_config, settings, endpoints)
     run = measured.run([Prompt(str(i), ids, 0) for i, ids in enumerate(some)])
     measured.close()
-    ours = our_passes(verifier, drafter, some, 32, DEPTH, facts.eos_token_ids)
+    ours = our_passes(verifier, drafter, some, 32, DEPTH, verifier_config.eos_token_ids)
     accepted = [sum(one.num_accepted > k for passes in ours for one in passes) for k in range(DEPTH)]
     assert run.counts.num_drafts == sum(map(len, ours))
     assert list(run.counts.accepted_per_position) == accepted
@@ -152,7 +152,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_every_kind_of_checkpoint_drafts_as_in_our_engine(
     engines: Engines, verifier: Path, prompts: list[list[int]], tmp_path: Path, variant: str
 ) -> None:
-    facts = load_facts(str(verifier), False)
+    verifier_config = load_verifier_config(str(verifier), False)
     settings: dict[str, Any] = {
         "speculators_model_type": "peagle",
         "num_layers": 2,
@@ -160,11 +160,11 @@ def test_every_kind_of_checkpoint_drafts_as_in_our_engine(
         "num_speculative_tokens": 3,
         "aux_layer_ids": (2, 4, 5),
         "draft_vocab_size": None,
-        "mask_token_id": facts.vocab_size - 1,
+        "mask_token_id": verifier_config.vocab_size - 1,
         "norm_before_residual": False,
         "norm_before_fc": False,
     }
-    config = config_for(facts, **(settings | VARIANTS[variant]))
+    config = config_for(verifier_config, **(settings | VARIANTS[variant]))
     torch.manual_seed(0)
     made = Drafter(config)
     state = made.state_dict()
@@ -174,19 +174,19 @@ def test_every_kind_of_checkpoint_drafts_as_in_our_engine(
                 tensor.copy_(
                     1.0 + 0.1 * torch.randn(tensor.shape) if "norm" in name else 0.08 * torch.randn(tensor.shape)
                 )
-        state["embed_tokens.weight"].copy_(load_embedding(facts))
+        state["embed_tokens.weight"].copy_(load_embedding(verifier_config))
         if config.is_pruned:
-            kept = torch.randperm(facts.vocab_size)[: config.draft_vocab_size].sort().values
+            kept = torch.randperm(verifier_config.vocab_size)[: config.draft_vocab_size].sort().values
             state["d2t"].copy_(kept - torch.arange(config.draft_vocab_size))
             state["t2d"].zero_()
             state["t2d"][kept] = True
-            state["lm_head.weight"].copy_(load_head(facts).weight[kept])
+            state["lm_head.weight"].copy_(load_head(verifier_config).weight[kept])
         else:
-            state["lm_head.weight"].copy_(load_head(facts).weight)
+            state["lm_head.weight"].copy_(load_head(verifier_config).weight)
     drafter_checkpoint.save(made, tmp_path / "d", "float32")
     found = check_checkpoint(tmp_path / "d", None, True, None, engine_here(), False)
     assert found.of("error") == []
-    some, eos = prompts[:6], facts.eos_token_ids
+    some, eos = prompts[:6], verifier_config.eos_token_ids
     method = {} if "speculators_model_type" in VARIANTS[variant] else {"parallel_drafting": True}
     spec = {"model": str(tmp_path / "d"), "method": "eagle3", "num_speculative_tokens": 3, **method}
     (theirs,) = engines.generate(verifier, spec, [greedy_task(some, 16, eos, True)], True)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.vllm_engines import Engines
 from benchmarks.vllm_states import FAMILIES, mixed_rows, states_error, toy
-from peagle.verifier.model_config import load_facts
+from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm.launch import PLUGIN_FOLDER
 
 TOLERANCE = 1e-5
@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 def test_48_mixed_requests_at_once_with_chunked_prefill_and_prefix_caching(
     engines: Engines, verifier: Path, work: Path
 ) -> None:
-    rows = mixed_rows(48, load_facts(str(verifier), False).vocab_size, 600, 0)
+    rows = mixed_rows(48, load_verifier_config(str(verifier), False).vocab_size, 600, 0)
     assert states_error(engines, verifier, rows, work / "embedded") < TOLERANCE
 
 
