@@ -36,6 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+NUM_DEPTHS, ANSWER_LIMIT = 4, 200
 PARTS = ("states", "decoding", "sampling", "rate")
 sys.path.insert(0, str(ROOT))
 
@@ -50,14 +51,41 @@ def ensure_vllm() -> None:
     os.execv(VLLM_PYTHON, [str(VLLM_PYTHON), *sys.argv])
 
 
+def make_drafter(verifier: Path, work: Path, questions: int, steps: int) -> Path:
+    """The demo's drafter with half its training, on hidden states from vLLM: the commands, one by one.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        RuntimeError: a command failed.
+    """
+    from tests.vllm.support.commands import must
+    from tests.vllm.support.engines import SMALL
+
+    answers, rows, states, checkpoints = work / "answers.jsonl", work / "rows", work / "states", work / "checkpoints"
+    must("regenerate", "--model", verifier, "--data", "gsm8k=embedded:train", "--output", answers,
+         "--max-samples", questions, "--max-new-tokens", ANSWER_LIMIT, "--dtype", "float32")  # fmt: skip
+    must("prepare", "--model", verifier, "--data", answers, "--output", rows, "--seq-length", 1024)
+    must("extract", "--preprocessed-data", rows, "--backend", "vllm", "--output", states, "--dtype", "float32",
+         "--validate-outputs", "--", *SMALL)  # fmt: skip
+    must("train", "--verifier-name-or-path", verifier, "--data-path", rows, "--hidden-states-path", states,
+         "--save-path", checkpoints, "--num-layers", 2, "--num-depths", NUM_DEPTHS, "--total-seq-len", 1024,
+         "--epochs", 100, "--max-steps", steps, "--optimizer", "muon", "--lr", "1.6e-3",
+         "--scheduler-type", "cosine", "--depth-loss-decay", 1, "--train-data-ratio", 0.98,
+         "--checkpoint-freq", steps, "--save-dtype", "float32")  # fmt: skip
+    return checkpoints / "checkpoint_best"
+
+
 def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
     """All figures."""
     import torch
 
-    from benchmarks import vllm_decoding, vllm_drafter, vllm_rate, vllm_sampling, vllm_states
-    from benchmarks.vllm_engines import Engines
+    from benchmarks.vllm_rate import extract_rate_ratio
     from peagle import embedded
     from peagle.verifier.model_config import load_verifier_config
+    from tests.vllm.support import decoding, sampling, states
+    from tests.vllm.support.engines import Engines
 
     torch.set_num_threads(1)
     verifier = Path(embedded.resolve(asked.verifier)).resolve()
@@ -74,23 +102,23 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
 
     drafter = None if asked.drafter is None else Path(asked.drafter).resolve()
     if drafter is None and not {"decoding", "sampling"} <= set(asked.skip):
-        drafter = vllm_drafter.make_drafter(verifier, work / "drafter", asked.questions, asked.steps)
+        drafter = make_drafter(verifier, work / "drafter", asked.questions, asked.steps)
         done("drafter")
     engines = Engines(work / "vllm.log")
     try:
         if "states" not in asked.skip:
-            rows = vllm_states.mixed_rows(48, vocab_size, 600, 0)
-            errors = {"verifier": vllm_states.states_error(engines, verifier, rows, work / "v")}
-            rows = vllm_states.mixed_rows(12, 260, 300, 1)
-            for family in vllm_states.FAMILIES:
-                made = vllm_states.toy(family, work)
-                errors[family] = vllm_states.states_error(engines, made, rows, work / f"{family}-states")
+            rows = states.mixed_rows(48, vocab_size, 600, 0)
+            errors = {"verifier": states.states_error(engines, verifier, rows, work / "v")}
+            rows = states.mixed_rows(12, 260, 300, 1)
+            for family in states.FAMILIES:
+                made = states.toy(family, work)
+                errors[family] = states.states_error(engines, made, rows, work / f"{family}-states")
             figures |= {"states_error": max(errors.values()), "states_errors": errors}
             done("states")
-        prompts = vllm_decoding.question_prompts(verifier, embedded.TEST_QUESTIONS, asked.prompts)
+        prompts = decoding.question_prompts(verifier, embedded.TEST_QUESTIONS, asked.prompts)
         if "decoding" not in asked.skip:
             assert drafter is not None
-            found = vllm_decoding.compare_decoding(
+            found = decoding.compare_decoding(
                 engines, verifier, drafter, prompts, asked.max_tokens, asked.num_speculative_tokens, work / "decoding"
             )
             figures |= {
@@ -103,7 +131,7 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
             done("decoding")
         if "sampling" not in asked.skip:
             assert drafter is not None
-            sampled = vllm_sampling.compare_sampling(
+            sampled = sampling.compare_sampling(
                 engines, verifier, drafter, prompts[0], asked.samples, asked.num_speculative_tokens
             )
             figures |= {
@@ -116,7 +144,7 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
     finally:
         engines.close()
     if "rate" not in asked.skip:
-        figures |= vllm_rate.extract_rate_ratio(verifier, vocab_size, work)
+        figures |= extract_rate_ratio(verifier, vocab_size, work)
         done("rate")
     return {**figures, "seconds": seconds}
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm_engines import QUIET, SMALL, free_port, server
 from peagle.data.records import TokenRow
 from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import RowRefused
 from peagle.vllm.client import Endpoint, EndpointPool, RetryPolicy, in_parallel
 from peagle.vllm.launch import ServerCommand, start, stop, wait_ready
 from peagle.vllm.states import EndpointSettings, EndpointSource, states_request
+from tests.vllm.support.engines import QUIET, SMALL, free_port, server
 
 OPTIONS = ("--no-enable-prefix-caching",)
 CONCURRENCY = 32

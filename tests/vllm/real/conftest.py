@@ -60,7 +60,7 @@ def work() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def engines(work: Path) -> Iterator[object]:
-    from benchmarks.vllm_engines import Engines
+    from tests.vllm.support.engines import Engines
 
     made = Engines(work / "vllm.log")
     yield made

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_decoding import our_passes, question_prompts
-from benchmarks.vllm_engines import Engines, greedy_task
 from peagle import embedded
 from peagle.hidden_states.store import StoreReader
 from peagle.verifier.model_config import load_verifier_config
 from tests.vllm.real.conftest import questions
-from tests.vllm.real.road import begin, must, records, when
-from tests.vllm.real.test_road import Servers
+from tests.vllm.support.commands import Servers, begin, must, records, when
+from tests.vllm.support.decoding import our_passes, question_prompts
+from tests.vllm.support.engines import Engines, greedy_task
 
 NUM_QUESTIONS, NEW_TOKENS, STEPS = 14, 48, 3
 

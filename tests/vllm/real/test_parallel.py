@@ -8,9 +8,6 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.vllm_decoding import our_passes
-from benchmarks.vllm_engines import server
-from benchmarks.vllm_states import mixed_rows, toy, worst_error
 from peagle.data.records import TokenRow
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import config_for
@@ -25,6 +22,9 @@ from peagle.verifier.weights import load_embedding, load_head
 from peagle.vllm.answers import AnswerEndpoints
 from peagle.vllm.client import RetryPolicy
 from peagle.vllm.states import EndpointSettings, EndpointSource
+from tests.vllm.support.decoding import our_passes
+from tests.vllm.support.engines import server
+from tests.vllm.support.states import mixed_rows, toy, worst_error
 
 POLICY = RetryPolicy(120.0, 2, 5.0)
 DEPTH = 3
@@ -77,7 +77,8 @@ def test_counters_of_two_engines_add_up_to_what_our_engine_counts(work: Path, tm
         config_for(
             verifier_config, speculators_model_type="peagle", layer_type="llama", num_layers=1, intermediate_size=None,
             num_speculative_tokens=DEPTH, aux_layer_ids=resolve_aux_layer_ids(verifier_config.num_layers, None),
-            draft_vocab_size=None, mask_token_id=verifier_config.vocab_size - 1, norm_before_residual=False, norm_before_fc=False,
+            draft_vocab_size=None, mask_token_id=verifier_config.vocab_size - 1, norm_before_residual=False,
+            norm_before_fc=False,
         )
     )  # fmt: skip
     with torch.no_grad():

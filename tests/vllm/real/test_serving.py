@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.vllm_decoding import Decoding, compare_decoding, compare_drafts, our_passes, question_prompts
-from benchmarks.vllm_engines import Engines, greedy_task, server, speculative
-from benchmarks.vllm_sampling import compare_sampling
 from peagle import embedded
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import config_for
@@ -27,7 +24,10 @@ from peagle.vllm.answers import AnswerEndpoints
 from peagle.vllm.client import RetryPolicy
 from peagle.vllm.support import engine_here
 from tests.vllm.real.conftest import questions
-from tests.vllm.real.road import must, peagle
+from tests.vllm.support.commands import must, peagle
+from tests.vllm.support.decoding import Decoding, compare_decoding, compare_drafts, our_passes, question_prompts
+from tests.vllm.support.engines import Engines, greedy_task, server, speculative
+from tests.vllm.support.sampling import compare_sampling
 
 DEPTH, NUM_PROMPTS, NEW_TOKENS = 4, 60, 64
 SEEN = 24

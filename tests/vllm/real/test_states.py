@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.vllm_engines import Engines
-from benchmarks.vllm_states import FAMILIES, mixed_rows, states_error, toy
 from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm.launch import PLUGIN_FOLDER
+from tests.vllm.support.engines import Engines
+from tests.vllm.support.states import FAMILIES, mixed_rows, states_error, toy
 
 TOLERANCE = 1e-5
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.vllm_engines import Engines, speculative
+from tests.vllm.support.engines import Engines, speculative
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Sampled:
     p_value: float
     """With vLLM's CPU kernel put right where it is at fault."""
     was_repaired: bool
-    """Whether it was at fault, and so put right for `p_value`: see `vllm_zygote.repair_cpu_sampling`."""
+    """Whether it was at fault, and so put right for `p_value`: see `zygote.repair_cpu_sampling`."""
     p_value_as_shipped: float
     temperatures_as_shipped: list[float]
     """What the kernel makes of temperature 1, for four draft tokens and twice: right is eight times 1."""

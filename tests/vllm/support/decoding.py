@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.vllm_drafter import peagle
-from benchmarks.vllm_engines import Engines, greedy_task, speculative
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
+from tests.vllm.support.commands import must
+from tests.vllm.support.engines import Engines, greedy_task, speculative
 
 TIE_GAP = 1e-4
 
@@ -108,9 +108,9 @@ def replay_counts(
         ids = [*prompt, *answer, *tail]
         rows.append({"id": str(number), "input_ids": ids, "loss_mask": mask, "tail_length": len(tail)})
     (work / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    peagle("evaluate", checkpoint, "--verifier-name-or-path", verifier, "--mode", "replay", "--data",
-           work / "answers.jsonl", "--num-speculative-tokens", depth, "--dtype", "float32", "--device", "cpu",
-           "--output", work / "replay")  # fmt: skip
+    must("evaluate", checkpoint, "--verifier-name-or-path", verifier, "--mode", "replay", "--data",
+         work / "answers.jsonl", "--num-speculative-tokens", depth, "--dtype", "float32", "--device", "cpu",
+         "--output", work / "replay")  # fmt: skip
     pooled = json.loads((work / "replay" / "evaluation.json").read_text(encoding="utf-8"))["pooled"]
     return pooled["verifier_passes"], pooled["accepted_tokens_per_position"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.vllm_engines import free_port, server
 from peagle import embedded
 from peagle.cli.main import main
 from peagle.errors import EndpointError
@@ -22,57 +20,33 @@ from peagle.hidden_states.store import StoreReader
 from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm import states as vllm_endpoint
 from peagle.vllm.client import RetryPolicy
-from peagle.vllm.launch import stop
 from peagle.vllm.states import EndpointSettings, EndpointSource
 from tests.fakes import random_row
 from tests.vllm.fake_vllm import FakeServer
 from tests.vllm.real.conftest import questions
-from tests.vllm.real.road import begin, kill_9, must, records, when
+from tests.vllm.support.commands import Servers, begin, must, records, when
+from tests.vllm.support.engines import free_port
 
 PROMPTS, NEW_TOKENS, ROWS = 100, 48, 150
 
 
-@dataclass
-class Road:
-    """What the road left behind."""
+@dataclass(frozen=True)
+class Runs:
+    """What the commands left behind."""
 
     work: Path
     verifier: Path
     url: str
     """A living server with the connector."""
     said: dict[str, str]
-
-
-class Servers:
-    """One server at a time, always at the same address."""
-
-    def __init__(self, verifier: Path, work: Path) -> None:
-        self.verifier, self.work = verifier, work
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._running: object = None
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        arguments = ["launch-vllm", str(self.verifier), "--hidden-states-path", str(self.work / "shared")]
-        arguments += ["--", "--max-num-batched-tokens", "256", "--max-num-seqs", "8"]
-        self._running = server(arguments, self.work / "server.log", self.port)
-        self.process, _ = self._running.__enter__()
-
-    def kill(self) -> None:
-        assert self.process is not None
-        kill_9(self.process)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            stop(self.process)
+    """Standard error of each run, by a name; exit statuses and counts beside them."""
 
 
 @pytest.fixture(scope="module")
-def road(verifier: Path, work: Path) -> Iterator[Road]:
+def runs(verifier: Path, work: Path) -> Iterator[Runs]:
     """Regenerate and extract at the same server, which is killed under both; then the same undisturbed.
 
-    Regenerate is told to give up soon, and is run again; extract is told to wait for the server.
+    Regenerate is set to give up soon and is run again; extract waits for the server to come back.
     """
     servers = Servers(verifier, work)
     data = questions(embedded.TRAIN_QUESTIONS, PROMPTS, work / "prompts.jsonl")
@@ -102,38 +76,38 @@ def road(verifier: Path, work: Path) -> Iterator[Road]:
         must(*regenerate, "--output", work / "undisturbed.jsonl")
         must(*regenerate, "--output", work / "chats.jsonl", "--chat")
         must(*extract, "--output", work / "undisturbed")
-        yield Road(work, verifier, servers.url, said)
+        yield Runs(work, verifier, servers.url, said)
     finally:
         servers.stop()
 
 
-def test_regenerate_stops_clearly_when_its_server_is_killed_and_goes_on_afterwards(road: Road) -> None:
-    assert road.said["killed regenerate status"] == "2"
-    assert "run the same command to go on" in road.said["killed regenerate"].splitlines()[-1]
-    kept = int(road.said["killed regenerate answers"])
+def test_regenerate_stops_clearly_when_its_server_is_killed_and_goes_on_afterwards(runs: Runs) -> None:
+    assert runs.said["killed regenerate status"] == "2"
+    assert "run the same command to go on" in runs.said["killed regenerate"].splitlines()[-1]
+    kept = int(runs.said["killed regenerate answers"])
     assert 8 <= kept < PROMPTS
-    assert f"{kept} were there" in road.said["resumed regenerate"]
+    assert f"{kept} were there" in runs.said["resumed regenerate"]
 
 
-def test_killed_and_undisturbed_answers_are_the_same(road: Road) -> None:
-    once, again = records(road.work / "answers.jsonl"), records(road.work / "undisturbed.jsonl")
+def test_killed_and_undisturbed_answers_are_the_same(runs: Runs) -> None:
+    once, again = records(runs.work / "answers.jsonl"), records(runs.work / "undisturbed.jsonl")
     assert [record["id"] for record in once] == [record["id"] for record in again]
     assert len(once) == PROMPTS
     assert once == again
 
 
-def test_chats_that_the_server_renders_are_the_prompts_that_we_render(road: Road) -> None:
-    chats = records(road.work / "chats.jsonl")
+def test_chats_that_the_server_renders_are_the_prompts_that_we_render(runs: Runs) -> None:
+    chats = records(runs.work / "chats.jsonl")
     assert len(chats) == PROMPTS
-    assert chats == records(road.work / "undisturbed.jsonl")
+    assert chats == records(runs.work / "undisturbed.jsonl")
 
 
-def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(road: Road) -> None:
+def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(runs: Runs) -> None:
     from peagle.regenerate.generation import GenerationSettings
     from peagle.verifier.local import TransformersVerifier
 
-    verifier_config = load_verifier_config(str(road.verifier), False)
-    made = records(road.work / "answers.jsonl")[:6]
+    verifier_config = load_verifier_config(str(runs.verifier), False)
+    made = records(runs.work / "answers.jsonl")[:6]
     settings = GenerationSettings(NEW_TOKENS, verifier_config.eos_token_ids, 0.0, 1.0, 4)
     prompts = [[i for i, m in zip(r["input_ids"], r["loss_mask"]) if not m][: r["loss_mask"].index(1)] for r in made]
     ours = TransformersVerifier(verifier_config, "float32", "cpu").generate(prompts, settings, [0] * len(made), 6)
@@ -142,13 +116,13 @@ def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(road: Ro
         assert record["input_ids"] == [*prompts[place], *generation.ids, *generation.tail_ids]
         assert record["finish_reason"] == generation.finish_reason
         assert record["tail_length"] == len(generation.tail_ids)
-    assert {record["finish_reason"] for record in records(road.work / "answers.jsonl")} <= {"stop", "length"}
+    assert {record["finish_reason"] for record in records(runs.work / "answers.jsonl")} <= {"stop", "length"}
 
 
 def test_several_turns_and_tools_give_what_transformers_gives_and_another_template_is_named(
-    road: Road, tmp_path: Path
+    runs: Runs, tmp_path: Path
 ) -> None:
-    asked = [json.loads(line)["prompt"] for line in (road.work / "prompts.jsonl").read_text().splitlines()[:4]]
+    asked = [json.loads(line)["prompt"] for line in (runs.work / "prompts.jsonl").read_text().splitlines()[:4]]
     reply = {"role": "assistant", "content": "not the verifier's"}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     lines = [
@@ -158,12 +132,12 @@ def test_several_turns_and_tools_give_what_transformers_gives_and_another_templa
     ]
     (tmp_path / "turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "tools.jsonl").write_text(json.dumps({**lines[2], "tools": [tool]}) + "\n")
-    own = (road.verifier / "chat_template.jinja").read_text()
+    own = (runs.verifier / "chat_template.jinja").read_text()
     (tmp_path / "tools.jinja").write_text("{%- if tools -%}{{ tools | tojson }}{%- endif -%}" + own)
     for name, more, num_answers in (("turns", [], 5), ("tools", ["--chat-template", tmp_path / "tools.jinja"], 1)):
-        regenerate = ["regenerate", "--model", road.verifier, "--data", tmp_path / f"{name}.jsonl",
+        regenerate = ["regenerate", "--model", runs.verifier, "--data", tmp_path / f"{name}.jsonl",
                       "--dtype", "float32", "--max-new-tokens", 300, *more]  # fmt: skip
-        served = must(*regenerate, "--endpoint", road.url, "--output", tmp_path / f"{name}-served.jsonl")
+        served = must(*regenerate, "--endpoint", runs.url, "--output", tmp_path / f"{name}-served.jsonl")
         must(*regenerate, "--output", tmp_path / f"{name}-here.jsonl")
         found = records(tmp_path / f"{name}-served.jsonl")
         assert len(found) == num_answers
@@ -171,10 +145,10 @@ def test_several_turns_and_tools_give_what_transformers_gives_and_another_templa
         assert ("otherwise than the template in use here" in " ".join(served.split())) == (name == "tools")
 
 
-def test_extract_survives_a_killed_and_restarted_server(road: Road) -> None:
-    assert road.said["survived extract status"] == "0", road.said["survived extract"][-1500:]
-    assert "connection lost" in road.said["survived extract"]
-    once, again = StoreReader.open(road.work / "states"), StoreReader.open(road.work / "undisturbed")
+def test_extract_survives_a_killed_and_restarted_server(runs: Runs) -> None:
+    assert runs.said["survived extract status"] == "0", runs.said["survived extract"][-1500:]
+    assert "connection lost" in runs.said["survived extract"]
+    once, again = StoreReader.open(runs.work / "states"), StoreReader.open(runs.work / "undisturbed")
     assert sorted(once.row_ids) == sorted(again.row_ids)
     assert len(once) == ROWS
     for row_id in once.row_ids:
@@ -186,13 +160,13 @@ def test_extract_survives_a_killed_and_restarted_server(road: Road) -> None:
         torch.testing.assert_close(a.last_states, b.last_states, rtol=1e-4, atol=1e-5)
 
 
-def test_no_file_stays_behind(road: Road) -> None:
-    assert list((road.work / "shared" / "in-flight").iterdir()) == []
+def test_no_file_stays_behind(runs: Runs) -> None:
+    assert list((runs.work / "shared" / "in-flight").iterdir()) == []
 
 
-def source(road: Road, aux: tuple[int, ...] = (2, 4, 5), folder: Path | None = None) -> EndpointSource:
-    settings = EndpointSettings((road.url,), None, None, 4, RetryPolicy(60.0, 2, 5.0), folder or road.work / "shared")
-    return EndpointSource(load_verifier_config(str(road.verifier), False), aux, "float32", settings, "tests", False)
+def source(runs: Runs, aux: tuple[int, ...] = (2, 4, 5), folder: Path | None = None) -> EndpointSource:
+    settings = EndpointSettings((runs.url,), None, None, 4, RetryPolicy(60.0, 2, 5.0), folder or runs.work / "shared")
+    return EndpointSource(load_verifier_config(str(runs.verifier), False), aux, "float32", settings, "tests", False)
 
 
 REFUSALS = {
@@ -208,11 +182,11 @@ REFUSALS = {
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_extract_refuses_in_one_line_what_cannot_work(
-    road: Road, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+    runs: Runs, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.fakes import tiny_verifier
 
-    rows, url, shared, more = road.work / "rows", road.url, road.work / "shared", []
+    rows, url, shared, more = runs.work / "rows", runs.url, runs.work / "shared", []
     fake = FakeServer(tmp_path)
     fake.health = 503 if case == "not ready" else 418
     if case == "wrong layers":
@@ -221,7 +195,7 @@ def test_extract_refuses_in_one_line_what_cannot_work(
         shared = tmp_path / "elsewhere"
     if case.startswith("another model"):
         if case.endswith("size"):
-            shutil.copytree(road.verifier, tmp_path / "other")
+            shutil.copytree(runs.verifier, tmp_path / "other")
         else:
             tiny_verifier(tmp_path / "other")
         data, rows = tmp_path / "data.jsonl", tmp_path / "rows"
@@ -238,21 +212,21 @@ def test_extract_refuses_in_one_line_what_cannot_work(
     fake.close()
     assert not list((tmp_path / "out").glob("*.safetensors"))
     if case == "folder not shared":  # the right folder puts it right, and takes what the server had written away
-        must(*extract, "--hidden-states-path", road.work / "shared")
-        assert list((road.work / "shared" / "in-flight").iterdir()) == []
+        must(*extract, "--hidden-states-path", runs.work / "shared")
+        assert list((runs.work / "shared" / "in-flight").iterdir()) == []
 
 
 @pytest.mark.parametrize("case", ["another model", "unreachable", "not ready", "no vLLM"])
 def test_regenerate_refuses_in_one_line_what_cannot_work(
-    road: Road, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+    runs: Runs, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.fakes import tiny_verifier
 
     fake = FakeServer(tmp_path)
     fake.health = 503 if case == "not ready" else 418
-    model = tiny_verifier(tmp_path / "other") if case == "another model" else road.verifier
-    url = {"another model": road.url, "unreachable": f"http://127.0.0.1:{free_port()}"}.get(case, fake.url)
-    regenerate = ["regenerate", "--model", model, "--data", road.work / "prompts.jsonl", "--endpoint", url,
+    model = tiny_verifier(tmp_path / "other") if case == "another model" else runs.verifier
+    url = {"another model": runs.url, "unreachable": f"http://127.0.0.1:{free_port()}"}.get(case, fake.url)
+    regenerate = ["regenerate", "--model", model, "--data", runs.work / "prompts.jsonl", "--endpoint", url,
                   "--output", tmp_path / "answers.jsonl"]  # fmt: skip
     expected = {**REFUSALS, "another model": "serves .*, not .*other; if these are the same"}[case]
     refused_in_one_line(regenerate, expected, capsys)
@@ -271,59 +245,59 @@ def refused_in_one_line(arguments: list[object], expected: str, capsys: pytest.C
     assert re.match(f"peagle: error: .*{expected}", lines[0]), lines[0]
 
 
-def test_unsafe_names_write_nothing_and_say_why(road: Road) -> None:
-    payload = {"model": str(road.verifier), "prompt": [5, 6, 7], "max_tokens": 1}
+def test_unsafe_names_write_nothing_and_say_why(runs: Runs) -> None:
+    payload = {"model": str(runs.verifier), "prompt": [5, 6, 7], "max_tokens": 1}
     for name in ("../escaped", "/tmp/escaped", "a/b", ".hidden", 5):
         answer = httpx.post(
-            f"{road.url}/v1/completions",
+            f"{runs.url}/v1/completions",
             json={**payload, "kv_transfer_params": {"hidden_states_name": name}},
             timeout=60,
         ).json()
         assert "only letters, digits" in answer["kv_transfer_params"]["hidden_states_error"]
-    assert not list(road.work.rglob("*escaped*"))
+    assert not list(runs.work.rglob("*escaped*"))
 
 
-def test_requests_that_ask_for_no_states_write_none(road: Road) -> None:
-    payload = {"model": str(road.verifier), "prompt": [5, 6, 7], "max_tokens": 1}
-    answer = httpx.post(f"{road.url}/v1/completions", json=payload, timeout=60).json()
+def test_requests_that_ask_for_no_states_write_none(runs: Runs) -> None:
+    payload = {"model": str(runs.verifier), "prompt": [5, 6, 7], "max_tokens": 1}
+    answer = httpx.post(f"{runs.url}/v1/completions", json=payload, timeout=60).json()
     assert not answer.get("kv_transfer_params")
-    assert list((road.work / "shared" / "in-flight").iterdir()) == []
+    assert list((runs.work / "shared" / "in-flight").iterdir()) == []
 
 
-def test_an_aborted_request_leaves_no_file_and_a_healthy_server(road: Road) -> None:
+def test_an_aborted_request_leaves_no_file_and_a_healthy_server(runs: Runs) -> None:
     payload = {
-        "model": str(road.verifier),
+        "model": str(runs.verifier),
         "prompt": [5] * 300,
         "max_tokens": 1500,
         "ignore_eos": True,
         "kv_transfer_params": {"hidden_states_name": "aborted"},
     }
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{road.url}/v1/completions", json=payload, timeout=1.5)
-    src = source(road)
+        httpx.post(f"{runs.url}/v1/completions", json=payload, timeout=1.5)
+    src = source(runs)
     (found,) = src.states([random_row("a", 20, 4, 1000, 0)], {"a"})
     assert found.row_id == "a"
-    when(lambda: list((road.work / "shared" / "in-flight").iterdir()) == [], 20)
+    when(lambda: list((runs.work / "shared" / "in-flight").iterdir()) == [], 20)
     src.close()
 
 
-def test_a_write_that_fails_reaches_the_client(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_reaches_the_client(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_endpoint, "_FILE_WAIT_S", 2.0)
-    src = source(road)
-    folder = road.work / "shared" / "in-flight"
+    src = source(runs)
+    folder = runs.work / "shared" / "in-flight"
     folder.rmdir()  # neither the file nor its note can be written: only later answers can tell
     rows = [random_row(f"r{i}", 20, 4, 1000, i) for i in range(3)]
     with pytest.raises(EndpointError, match=r"did not appear|could not write"):
         list(src.states(rows, {row.row_id for row in rows}))
     folder.mkdir()
     src.close()
-    src = source(road)
+    src = source(runs)
     assert len(list(src.states(rows, {row.row_id for row in rows}))) == 3
     src.close()
 
 
-def test_a_row_at_the_limit_is_served_and_one_past_it_is_named_before_the_run(road: Road, tmp_path: Path) -> None:
-    src = source(road)
+def test_a_row_at_the_limit_is_served_and_one_past_it_is_named_before_the_run(runs: Runs, tmp_path: Path) -> None:
+    src = source(runs)
     limit = src.max_tokens
     (found,) = src.states([random_row("a", limit, 4, 1000, 0)], {"a"})
     assert found.row_id == "a"
@@ -334,12 +308,12 @@ def test_a_row_at_the_limit_is_served_and_one_past_it_is_named_before_the_run(ro
     short = {"id": "short", "input_ids": longer[:50], "loss_mask": [0] * 4 + [1] * 46}
     (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(short) + "\n")
     must(
-        "prepare", "--model", road.verifier, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "rows",
+        "prepare", "--model", runs.verifier, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "rows",
         "--seq-length", limit + 10,
     )  # fmt: skip
     said = must(
-        "extract", "--preprocessed-data", tmp_path / "rows", "--endpoint", road.url,
-        "--hidden-states-path", road.work / "shared", "--output", tmp_path / "out",
+        "extract", "--preprocessed-data", tmp_path / "rows", "--endpoint", runs.url,
+        "--hidden-states-path", runs.work / "shared", "--output", tmp_path / "out",
     )  # fmt: skip
     assert f"row long skipped: longer than the verifier takes ({limit} tokens)" in said
     assert "dropped 1" in said

@@ -1,7 +1,7 @@
 """Runs vLLM engines in forked children of one process that imports vLLM once: the import takes longer than most jobs.
 
 One JSON job per line on stdin, one JSON answer per line on stdout ("{}" once ready); vLLM's own output goes to stderr.
-Run with vLLM's Python; `vllm_engines.Engines` is the other side.
+Run with vLLM's Python; `engines.Engines` is the other side.
 """
 
 from __future__ import annotations

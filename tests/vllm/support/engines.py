@@ -36,7 +36,7 @@ SEVERAL = {
 
 
 class Engines:
-    """The other side of `vllm_zygote`.
+    """The other side of `zygote`.
 
     Args:
         log: receives vLLM's output.
@@ -45,7 +45,7 @@ class Engines:
     def __init__(self, log: Path) -> None:
         self._log = open(log, "ab")  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "vllm_zygote.py")],
+            [sys.executable, str(Path(__file__).parent / "zygote.py")],
             env={**os.environ, **plugin_environment(), **QUIET},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,8 +101,8 @@ class Engines:
         """Float32 answers of one engine to several tasks.
 
         Args:
-            repair_sampling: put a fault of vLLM's CPU kernels right (`vllm_zygote.repair_cpu_sampling`); greedy answers
-                do not come by it.
+            repair_sampling: work around a fault of vLLM's CPU kernels (`zygote.repair_cpu_sampling`); greedy answers
+                are not touched by it.
         """
         job = {
             "kind": "generate",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.vllm_engines import Engines
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
+from tests.vllm.support.engines import Engines
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
 """gemma3_text has no native support: it shows the detour through vLLM's Transformers backend."""
