@@ -71,10 +71,7 @@ class Pair:
     def head(self) -> VerifierHead:
         """The verifier's norm and head, restricted to the drafter's vocabulary; read without the rest."""
         head = load_head(self.verifier_config).to(self.device, self.drafter.fc.weight.dtype)
-        if not self.drafter.config.is_pruned:
-            return head
-        ids = torch.arange(self.drafter.config.draft_vocab_size, device=self.device)
-        return head.restricted(self.drafter.to_verifier_ids(ids))
+        return head.restricted(self.drafter.draft_ids) if self.drafter.config.is_pruned else head
 
     @cached_property
     def tokenizer(self) -> Any:

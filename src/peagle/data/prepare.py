@@ -24,7 +24,7 @@ from peagle.data.config import PrepareConfig
 from peagle.data.prepared import REJECTED, RowsWriter, foreign_dataset, read_summary
 from peagle.data.readers import Part, guess_rows, parts_of, read_parts
 from peagle.data.records import Rejected
-from peagle.data.template import ChatTemplate, template_text
+from peagle.data.template import ChatTemplate, template_text, use_template_file
 from peagle.data.tokenize import (
     NO_REPLY,
     NO_SPAN,
@@ -141,11 +141,7 @@ def _template(config: PrepareConfig, tokenizer: Any) -> tuple[ChatTemplate | Non
             options = None
         if not isinstance(options, dict):
             raise ConfigError(f"--chat-template-kwargs: expected a JSON object, found {config.chat_template_kwargs!r}")
-    if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = config.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {config.chat_template}: cannot be read ({error})") from None
+    use_template_file(tokenizer, config.chat_template)
     try:
         template = ChatTemplate(tokenizer, options)
     except TemplateError as error:

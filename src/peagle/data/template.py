@@ -8,11 +8,12 @@ import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from peagle.data.formats import REASONING_KEYS
 from peagle.data.records import Conversation, Message, UnusableRow
-from peagle.errors import TemplateError
+from peagle.errors import ConfigError, TemplateError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CACHE: weakref.WeakKeyDictionary[Any, ChatTemplate] = weakref.WeakKeyDictionary()
@@ -111,6 +112,20 @@ class ChatTemplate:
             text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         return list(found["input_ids"])
+
+
+def use_template_file(tokenizer: Any, path: Path | None) -> None:
+    """Let a tokenizer use a Jinja file (`--chat-template`) instead of its own template; None leaves it as it is.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is None:
+        return
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path}: cannot be read ({error})") from None
 
 
 def template_text(tokenizer: Any) -> str:

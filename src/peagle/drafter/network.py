@@ -283,6 +283,11 @@ class Drafter(nn.Module):
         """Draft vocabulary ids to verifier ids: id + d2t[id]; the same ids without a pruned vocabulary."""
         return draft_ids + self.d2t[draft_ids] if self.config.is_pruned else draft_ids
 
+    @property
+    def draft_ids(self) -> Tensor:
+        """Verifier ids of the whole draft vocabulary, ascending, int64, [draft_vocab_size]."""
+        return self.to_verifier_ids(torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device))
+
 
 # ---- Rotary positions. Frequencies come from Transformers, so that every type means what the verifier's config
 # means.

@@ -71,7 +71,7 @@ class Drafting:
         self._shares_heads = drafter.config.num_attention_heads != drafter.config.num_key_value_heads
         if self._is_parallel:
             self._masks = drafter.embed_masks(num_speculative_tokens - 1)
-        self._verifier_ids = drafter.to_verifier_ids(torch.arange(drafter.config.draft_vocab_size, device=self._device))
+        self._verifier_ids = drafter.draft_ids
 
     def propose(
         self,

@@ -14,8 +14,8 @@ from typing import Any
 
 from peagle import log
 from peagle.data import Conversation, Rejected, UnusableRow, read_conversations, render_prompt
-from peagle.data.template import template_text
-from peagle.errors import ConfigError, DataError
+from peagle.data.template import template_text, use_template_file
+from peagle.errors import DataError
 from peagle.files import whole_file
 from peagle.regenerate.answer_file import AnswerFile, answer_record
 from peagle.regenerate.answers import AnswerSource, Prompt, TransformersAnswers
@@ -76,11 +76,7 @@ def regenerate(config: RegenerateConfig) -> int:
     started_s = time.monotonic()
     verifier_config = load_verifier_config(config.model, config.trust_remote_code)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
-    if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = config.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {config.chat_template}: cannot be read ({error})") from None
+    use_template_file(tokenizer, config.chat_template)
     template_text(tokenizer)  # fail before the model loads
     outcome = _Outcome()
     conversations = _read(config, outcome)

@@ -165,8 +165,7 @@ class _Loop:
         whole_head = head.to(world.device, self.dtype)
         self.head, self.full_head = whole_head, None
         if drafter.config.is_pruned:
-            draft_ids = torch.arange(drafter.config.draft_vocab_size, device=world.device) + drafter.d2t
-            self.head, self.full_head = whole_head.restricted(draft_ids), whole_head
+            self.head, self.full_head = whole_head.restricted(drafter.draft_ids), whole_head
         lm_head = drafter.lm_head.weight
         is_same = not lm_head.requires_grad and lm_head.dtype == self.head.weight.dtype
         if is_same and torch.equal(lm_head, self.head.weight):
