@@ -134,7 +134,7 @@ def measured(checkpoints: dict[str, str], options: argparse.Namespace) -> dict[s
     for kind in engines:
         mine, lap = answers[kind], laps[kind]
         tokens = sum(len(answer.ids) for answer in mine)
-        accepted = [[one.num_accepted for one in answer.passes] for answer in mine]
+        accepted = [one.num_accepted for answer in mine for one in answer.passes]
         counts = Counts.of_passes(accepted, max(1, options.depth), tokens)
         found[kind] = {"tokens_per_s": tokens / seconds[kind]}
         if kind != "plain":

@@ -122,9 +122,9 @@ MUTATIONS = {
     "X12": ("serve/launch.py", 'settings["parallel_drafting"] = True', "pass"),
     "X15": ("serve/config_rules.py", "if not isinstance(residual, bool):", "if False:"),
     "E01": (
-        "evaluate/results.py",
-        'TableRow("Pooled", pooled.acceptance_per_position, pooled.acceptance_length, pooled.num_drafts)',
-        'TableRow("Pooled", average.per_position, average.length, pooled.num_drafts)',
+        "evaluate/counts.py",
+        '"pooled": figures(pooled),',
+        '"pooled": {**figures(pooled), **average},',
     ),
     "E03": (
         "evaluate/counts.py",

@@ -1,7 +1,7 @@
 import torch
 
 from peagle.engine import Engine, Request, Sampling
-from peagle.evaluate.compare import Difference, TransformersBaseline, contest, differences, next_logits
+from peagle.evaluate.compare import LogitGap, TransformersBaseline, compare, differences, next_logits
 from tests.engine.helpers import random_drafter
 from tests.fakes import tiny_model
 
@@ -9,19 +9,18 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0)
 PROMPTS = [[5, 6, 7], [8] * 9, [4], [20, 21], [9, 3, 3, 7]]
 
 
-def test_the_three_contestants_give_the_same_answers_and_take_turns():
+def test_three_decoders_give_the_same_answers_and_each_is_timed():
     model = tiny_model("qwen3", num_hidden_layers=4)
     requests = [Request(prompt, 6 + i) for i, prompt in enumerate(PROMPTS)]
     drafting = Engine(model, random_drafter(model), 4, [2], GREEDY, 2)
-    run = contest(
+    run = compare(
         drafting, Engine(model, None, 0, [2], GREEDY, 2), TransformersBaseline(model, [2], GREEDY), requests, 2
     )
     assert [answer.ids for answer in run.answers] == run.own_ids == run.plain_ids
     assert [len(ids) for ids in run.own_ids] == [6, 7, 8, 9, 10]
     assert all(run.tokens_per_s(name) > 0 for name in ("drafter", "engine", "transformers"))
     assert run.laps.num_steps > 0
-    assert run.laps.draft_s > 0
-    assert run.laps.verify_s > run.laps.draft_s / 10
+    assert min(run.laps.draft_s, run.laps.verify_s) > 0
     assert differences(model, requests, [answer.ids for answer in run.answers], run.own_ids) == []
 
 
@@ -61,17 +60,17 @@ def test_a_changed_answer_is_found_with_its_logit_gap():
     ((found),) = differences(model, [request], [changed], [own])
     logits = next_logits(model, [*PROMPTS[0], *own[:4]])
     assert (found.position, found.token, found.own_token) == (4, changed[4], own[4])
-    assert found.gap == float(logits[own[4]] - logits[changed[4]])
-    assert not found.is_tie
-    assert not found.is_within_rounding
+    assert found.gap.value == float(logits[own[4]] - logits[changed[4]])
+    assert not found.gap.is_tie
+    assert not found.gap.is_within_rounding
     (shorter,) = differences(model, [request], [own[:3]], [own])
     assert (shorter.position, shorter.token) == (3, -1)
-    assert not shorter.is_within_rounding
+    assert not shorter.gap.is_within_rounding
 
 
 def test_only_half_precision_is_allowed_its_rounding():
-    assert Difference(0, 0, 1, 2, 5e-5, 20.0, torch.float32).is_tie
-    assert not Difference(0, 0, 1, 2, 0.1, 20.0, torch.float32).is_within_rounding
-    assert Difference(0, 0, 1, 2, 0.1, 20.0, torch.bfloat16).is_within_rounding
-    assert not Difference(0, 0, 1, 2, 0.1, 20.0, torch.bfloat16).is_tie
-    assert not Difference(0, 0, 1, 2, 3.0, 20.0, torch.bfloat16).is_within_rounding
+    assert LogitGap(5e-5, 20.0, torch.float32).is_tie
+    assert not LogitGap(0.1, 20.0, torch.float32).is_within_rounding
+    assert LogitGap(0.1, 20.0, torch.bfloat16).is_within_rounding
+    assert not LogitGap(0.1, 20.0, torch.bfloat16).is_tie
+    assert not LogitGap(3.0, 20.0, torch.bfloat16).is_within_rounding

@@ -1,6 +1,35 @@
+import json
+
 import pytest
 
-from peagle.evaluate.counts import Counts, context_bucket, pool
+from peagle.evaluate.counts import (
+    Counts,
+    DatasetCounts,
+    PassCost,
+    best,
+    card_section,
+    context_bucket,
+    expected_speedups,
+    figures,
+    pool,
+    report,
+    table,
+)
+
+A, B = Counts(100, (70, 42, 21), 250), Counts(10, (1, 0, 0), 12)
+
+# design.md section 7: the published rows, in %, and their Average
+PUBLISHED = {
+    "HumanEval": ((81.3, 59.0, 41.1, 27.9, 18.8, 12.8, 8.9), 3.500),
+    "math_reasoning": ((83.3, 63.5, 47.0, 34.3, 24.4, 17.2, 11.8), 3.820),
+    "qa": ((70.5, 44.7, 27.6, 17.1, 10.8, 7.1, 4.8), 2.830),
+    "question": ((74.6, 49.6, 31.6, 20.2, 13.1, 8.5, 5.6), 3.030),
+    "rag": ((73.6, 48.4, 29.8, 18.4, 11.3, 6.9, 4.1), 2.930),
+    "summarization": ((68.0, 39.0, 21.0, 10.8, 5.4, 2.6, 1.2), 2.480),
+    "tool_call": ((73.7, 47.6, 28.7, 17.1, 10.3, 6.2, 3.7), 2.870),
+    "translation": ((73.8, 47.7, 28.7, 17.3, 10.4, 6.5, 4.1), 2.890),
+    "writing": ((75.0, 50.0, 32.1, 20.6, 13.3, 8.7, 5.7), 3.050),
+}
 
 
 def test_E01_the_pooled_figure_weighs_passes_and_not_requests():
@@ -36,14 +65,14 @@ def test_E05_unconditional_and_conditional_rates_are_both_given():
 
 
 def test_E06_the_verifiers_own_token_is_counted_in_the_length_only():
-    rejected = Counts.of_passes([[0, 0]], 3, 2)
+    rejected = Counts.of_passes([0, 0], 3, 2)
     assert (rejected.acceptance_length, rejected.accepted_per_pass) == (1.0, 0.0)
-    accepted = Counts.of_passes([[3, 3]], 3, 8)
+    accepted = Counts.of_passes([3, 3], 3, 8)
     assert (accepted.acceptance_length, accepted.accepted_per_pass) == (4.0, 3.0)
 
 
 def test_E07_all_rounds_of_all_chats_count():
-    counts = Counts.of_passes([[4, 1], [1]], 4, 9)
+    counts = Counts.of_passes([4, 1, 1], 4, 9)
     assert counts.accepted_per_pass == 2.0
     assert counts.accepted_per_position == (3, 1, 1, 1)
     assert counts.histogram == (0, 2, 0, 0, 1)
@@ -61,3 +90,99 @@ def test_different_numbers_of_drafted_tokens_are_never_pooled():
 def test_context_buckets_double_and_have_no_gap():
     names = [context_bucket(n) for n in (1, 128, 129, 256, 257, 2000)]
     assert names == ["1-128", "1-128", "129-256", "129-256", "257-512", "1025-2048"]
+
+
+def made(**datasets: Counts) -> dict:
+    """As evaluation.json has it: valid JSON, without NaN."""
+    found = report({name: DatasetCounts(counts, {}) for name, counts in datasets.items()})
+    return json.loads(json.dumps(found, allow_nan=False))
+
+
+def test_average_is_the_plain_mean_of_the_rows_and_pooled_sums_passes():
+    found = made(a=A, b=B)
+    assert [line[0] for line in table(found)] == ["dataset", "a", "b", "Average", "Pooled"]
+    assert found["average"]["acceptance_length"] == pytest.approx((2.33 + 1.1) / 2)
+    assert found["average"]["acceptance_per_position"] == pytest.approx((0.40, 0.21, 0.105))
+    assert found["pooled"]["acceptance_length"] == pytest.approx(1 + 134 / 110)
+    assert found["pooled"]["acceptance_per_position"] == pytest.approx((71 / 110, 42 / 110, 21 / 110))
+
+
+def test_the_published_rows_give_the_published_average():
+    datasets = {name: Counts(1000, tuple(10 * share for share in shares), 0) for name, (shares, _) in PUBLISHED.items()}
+    found = made(**datasets)
+    average = [74.9, 49.9, 31.9, 20.4, 13.1, 8.5, 5.5]
+    shares = found["average"]["acceptance_per_position"]
+    assert [100 * share for share in shares] == pytest.approx(average, abs=0.06)  # rounded rows
+    assert found["average"]["acceptance_length"] == pytest.approx(3.044, abs=2e-3)
+    for name, (_, length) in PUBLISHED.items():
+        assert found["datasets"][name]["acceptance_length"] == pytest.approx(length, abs=6e-3)
+
+
+def test_E01_every_line_of_the_table_pools_its_passes():
+    head, *lines = table(made(a=A, b=B))
+    assert head == ["dataset", "pos 1", "2", "3", "length", "passes"]
+    assert lines[0] == ["a", "70.0", "42.0", "21.0", "2.330", "100"]
+    assert lines[2] == ["Average", "40.0", "21.0", "10.5", "1.715", ""]
+    assert lines[3] == ["Pooled", "64.5", "38.2", "19.1", "2.218", "110"]
+
+
+def test_E03_nothing_drafted_is_null_in_json_and_a_dash_in_the_table():
+    found = made(a=Counts(0, (0, 0), 0))
+    for part in (found["pooled"], found["average"], found["datasets"]["a"]):
+        assert part["acceptance_length"] is None
+        assert part["acceptance_per_position"] is None
+    assert found["pooled"]["verifier_passes"] == 0
+    assert table(found)[1] == ["a", "-", "-", "-", "0"]
+    assert made()["pooled"]["acceptance_length"] is None
+
+
+def test_E03_a_data_set_without_drafts_does_not_pull_the_average_down():
+    found = made(a=A, empty=Counts(0, (0, 0, 0), 0))
+    assert found["average"]["acceptance_length"] == pytest.approx(2.33)
+
+
+def test_E05_json_labels_both_kinds_of_rates():
+    found = figures(A)
+    assert found["acceptance_per_position"] == pytest.approx([0.70, 0.42, 0.21])
+    assert found["conditional_acceptance_per_position"] == pytest.approx([0.70, 0.60, 0.50])
+    assert found["passes_by_accepted_tokens"] == [30, 28, 21, 21]
+
+
+def test_X16_acceptance_is_shown_by_context_length():
+    found = report({"a": DatasetCounts(A, {"65-128": A}), "b": DatasetCounts(B, {"1025-2048": B, "65-128": A})})
+    assert list(found["by_context_length"]) == ["65-128", "1025-2048"]
+    assert found["by_context_length"]["65-128"]["verifier_passes"] == 200
+
+
+def test_a_model_card_shows_the_table_and_the_speed_or_says_nothing():
+    found = made(a=A) | {"speed": {"tokens_per_s": 30.0, "plain_tokens_per_s": 20.0}}
+    text = card_section(found)
+    assert "| Pooled | 70.0 | 42.0 | 21.0 | 2.330 | 100 |" in text
+    assert "1.50 times" in text
+    assert card_section(None) is card_section(made(a=Counts(0, (0,), 0))) is None
+
+
+def test_the_docstring_example_holds():
+    found = expected_speedups((0.8, 0.5), PassCost(10.0, 2.0, 11.0, 2), is_sequential=False)
+    assert [e.k for e in found] == [1, 2]
+    assert found[0].acceptance_length == pytest.approx(1.8)
+    assert found[0].speedup == pytest.approx(1.44)
+    assert found[1].speedup == pytest.approx(2.3 * 10 / 13)
+
+
+def test_a_verifier_that_gets_dear_with_length_makes_a_short_draft_the_best():
+    cheap = expected_speedups((0.8, 0.5, 0.3, 0.1), PassCost(10.0, 1.0, 10.5, 4), is_sequential=False)
+    dear = expected_speedups((0.8, 0.5, 0.3, 0.1), PassCost(10.0, 1.0, 40.0, 4), is_sequential=False)
+    assert best(cheap).k == 4
+    assert best(dear).k == 1
+
+
+def test_sequential_drafting_costs_more_with_each_token():
+    at_once = expected_speedups((0.8, 0.5), PassCost(10.0, 4.0, 11.0, 2), is_sequential=False)
+    in_turn = expected_speedups((0.8, 0.5), PassCost(10.0, 4.0, 11.0, 2), is_sequential=True)
+    assert in_turn[0].speedup > at_once[0].speedup
+    assert in_turn[1].speedup == pytest.approx(at_once[1].speedup)
+
+
+def test_nothing_measured_has_no_best():
+    assert best([]) is None

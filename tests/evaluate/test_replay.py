@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from peagle.evaluate.counts import pool
 from peagle.evaluate.decode import count
 from peagle.evaluate.prompts import Item
 from peagle.evaluate.replay import Recorded, ReplayedPass, chain_logits, replay, total
-from peagle.evaluate.replay_check import OffPolicy, choices_at, disagreement, is_equal, on_the_spot, with_tails
+from peagle.evaluate.replay_check import Agreement, OffPolicy, choices_at, disagreement, on_the_spot, with_tails
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_head
@@ -31,7 +32,10 @@ def verifier(tmp_path_factory) -> TransformersVerifier:
 def items(count: int, limit: int, seed: int) -> list[Item]:
     rng = random.Random(seed)
     prompts = [[rng.randrange(9) for _ in range(rng.randint(1, 12))] for _ in range(count)]
-    return [Item(f"row-{i}", f"set-{i % 2}", prompt, None, [], limit) for i, prompt in enumerate(prompts)]
+    return [
+        Item(row_id=f"row-{i}", source=f"set-{i % 2}", prompt_ids=prompt, recorded_ids=None, tail_ids=[], limit=limit)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def decode(verifier, drafter, asked: list[Item], depth: int, eos: list[int], sampling: Sampling) -> list[Answer]:
@@ -48,7 +52,7 @@ def taught(verifier, kind: str = "peagle", num_steps: int = 60, **changes):
     drafter = random_drafter(verifier.model, kind, num_layers=1, **changes)
     asked = items(16, 30, seed=99)
     own = Engine(verifier.model, None, 0, [], GREEDY, 16).generate([Request(i.prompt_ids, 30) for i in asked])
-    answered = [Item(i.row_id, i.source, i.prompt_ids, a.ids, [], 30) for i, a in zip(asked, own)]
+    answered = [replace(i, recorded_ids=a.ids) for i, a in zip(asked, own)]
     records = recorded_of(verifier, drafter, answered)
     optimizer = torch.optim.Adam(drafter.parameters(), 5e-3)
     size = drafter.config.draft_vocab_size
@@ -95,7 +99,7 @@ def test_without_a_tail_only_the_last_passes_are_left_out(verifier):
     drafter = taught(verifier)
     asked = items(8, 30, seed=3)
     answers = decode(verifier, drafter, asked, depth, [], GREEDY)
-    no_tails = [Item(i.row_id, i.source, i.prompt_ids, a.ids, [], i.limit) for i, a in zip(asked, answers)]
+    no_tails = [replace(i, recorded_ids=a.ids) for i, a in zip(asked, answers)]
     left_out = 0
     for answer, recorded in zip(answers, recorded_of(verifier, drafter, no_tails)):
         one = replay(drafter, None, recorded, depth, GREEDY)
@@ -108,11 +112,20 @@ def test_without_a_tail_only_the_last_passes_are_left_out(verifier):
 
 def test_an_answer_of_one_token_has_no_pass(verifier):
     drafter = random_drafter(verifier.model, num_layers=1)
-    recorded = Recorded("r", "s", [4, 5, 2], 2, 3, torch.zeros(3, drafter.config.aux_size), None, None)
+    recorded = Recorded(
+        row_id="r",
+        source="s",
+        ids=[4, 5, 2],
+        start=2,
+        end=3,
+        aux_states=torch.zeros(3, drafter.config.aux_size),
+        choice_ids=None,
+        last_states=None,
+    )
     assert replay(drafter, None, recorded, 3, GREEDY).passes == []
 
 
-def test_tokens_that_the_verifier_would_not_write_are_told(verifier):
+def test_tokens_that_the_verifier_would_not_write_are_counted(verifier):
     head = load_head(verifier.verifier_config)
     ids = [3, 4, 5, 6, 7, 8, 3, 4]
     ((_, last),) = verifier.states([ids], (0, 1, 3))
@@ -144,7 +157,7 @@ def test_a_tie_is_decided_as_the_recorded_answer_says(verifier):
 
 
 def test_expected_counts_at_a_temperature_are_those_of_sampled_decoding(verifier):
-    """Both are sums over the same sampled answers: the walk is chance in one and its expectation in the other."""
+    """Both are sums over the same sampled answers: the passes are drawn in one and expected in the other."""
     depth, sampling = 3, Sampling(temperature=0.9, top_p=0.95, seed=7)
     drafter = random_drafter(verifier.model, seed=2, num_layers=1, scale=3.0, draft_vocab_size=7)
     asked = items(120, 16, seed=8)
@@ -153,7 +166,7 @@ def test_expected_counts_at_a_temperature_are_those_of_sampled_decoding(verifier
     tails = Engine(verifier.model, None, 0, [], other, 60).generate(
         [Request([*i.prompt_ids, *a.ids], depth) for i, a in zip(asked, answers)]
     )
-    tailed = [Item(i.row_id, i.source, i.prompt_ids, a.ids, t.ids, i.limit) for i, a, t in zip(asked, answers, tails)]
+    tailed = [replace(i, recorded_ids=a.ids, tail_ids=t.ids) for i, a, t in zip(asked, answers, tails)]
     records = recorded_of(verifier, drafter, tailed)
     head = load_head(verifier.verifier_config)
     replayed = [replay(drafter, head, recorded, depth, sampling) for recorded in records]
@@ -192,24 +205,30 @@ def test_a_difference_is_excused_only_by_a_shown_gap(verifier):
         first = one.passes[0]
         other = (first.draft_ids[0] + 1) % 9
         drafted = (other, *first.draft_ids[1:])
-        next_best = ((runner_up,),) * 3, ((gap,),) * 3
-        fake = ReplayedPass(first.num_known, drafted, 3 - first.num_accepted, *next_best, (10.0,) * 3)
+        fake = ReplayedPass(
+            num_known=first.num_known,
+            draft_ids=drafted,
+            num_accepted=3 - first.num_accepted,
+            runner_up_ids=((runner_up,),) * 3,
+            runner_up_gaps=((gap,),) * 3,
+            best_logits=(10.0,) * 3,
+        )
         found = disagreement(recorded, type(one)([fake, *one.passes[1:]], 0, {}), answer, dtype)
         assert found is not None
         return [found]
 
     ours = one.passes[0].draft_ids[0]
-    assert is_equal(changed(5e-5, ours), 1) is True
-    assert is_equal(changed(2e-4, ours), 1) is False
-    assert is_equal(changed(5e-5, (ours + 2) % 9), 1) is False
-    assert changed(2e-4, ours)[0].gap == 2e-4
+    assert Agreement(1, 1, changed(5e-5, ours)).equal is True
+    assert Agreement(1, 1, changed(2e-4, ours)).equal is False
+    assert Agreement(1, 1, changed(5e-5, (ours + 2) % 9)).equal is False
+    assert changed(2e-4, ours)[0].gap.value == 2e-4
     # half precision cannot tell 10.0 and 9.9 apart: no agreement, but no fault either
     halved = changed(0.1, ours, torch.bfloat16)
-    assert is_equal(halved, 1) is False
-    assert halved[0].is_within_rounding
-    assert not changed(0.3, ours, torch.bfloat16)[0].is_within_rounding
-    assert not changed(0.1, ours)[0].is_within_rounding
-    assert not changed(0.1, (ours + 2) % 9, torch.bfloat16)[0].is_within_rounding
+    assert Agreement(1, 1, halved).equal is False
+    assert Agreement(1, 1, halved).is_within_rounding
+    assert not changed(0.3, ours, torch.bfloat16)[0].gap.is_within_rounding
+    assert not changed(0.1, ours)[0].gap.is_within_rounding
+    assert not changed(0.1, (ours + 2) % 9, torch.bfloat16)[0].gap.is_within_rounding
     shorter = disagreement(recorded, type(one)(one.passes[:-1], 0, {}), answer, torch.float32)
-    assert is_equal([shorter], 1) is False
-    assert is_equal([], 0) is None
+    assert Agreement(1, 1, [shorter]).equal is False
+    assert Agreement(0, 0, []).equal is None

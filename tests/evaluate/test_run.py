@@ -29,6 +29,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
         model, num_layers=1, depth=3, verifier=str(folder), verifier_architectures=("Qwen3ForCausalLM",)
     )
     drafter_checkpoint.save(drafter, root / "run" / "checkpoint_best", "float32")
+    (root / "run" / "run.yaml").write_text("train: {}\n")
     (root / "run" / "manifest.json").write_text(json.dumps({"stage": "train", "rows_trained": 20}))
     return folder, root / "run" / "checkpoint_best"
 

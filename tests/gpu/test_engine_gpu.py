@@ -22,6 +22,10 @@ pytestmark = [
 ]
 
 
+def prompt(index: int, ids: list[int], limit: int) -> Item:
+    return Item(row_id=f"r{index}", source="s", prompt_ids=ids, recorded_ids=None, tail_ids=[], limit=limit)
+
+
 @pytest.mark.parametrize("kind", ["peagle", "eagle3"])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_greedy_ids_are_the_verifiers_own_and_replay_counts_alike(tmp_path, kind: str, batch_size: int):
@@ -30,7 +34,7 @@ def test_greedy_ids_are_the_verifiers_own_and_replay_counts_alike(tmp_path, kind
     drafter = random_drafter(verifier.model.cpu(), kind, vocab_size=12).cuda()
     verifier.model.cuda()
     greedy = Sampling(temperature=0.0, top_p=1.0)
-    items = [Item(f"r{i}", "s", [3 + i % 9] * (1 + 5 * i), None, [], 30) for i in range(6)]
+    items = [prompt(i, [3 + i % 9] * (1 + 5 * i), 30) for i in range(6)]
     requests = [Request(item.prompt_ids, item.limit) for item in items]
     answers = Engine(verifier.model, drafter, 4, [2], greedy, batch_size).generate(requests)
     own = TransformersBaseline(verifier.model, [2], greedy)
@@ -48,7 +52,7 @@ def test_sampling_and_its_replay_run_on_the_device(tmp_path):
     drafter = random_drafter(verifier.model.cpu(), vocab_size=12, draft_vocab_size=8).cuda()
     verifier.model.cuda()
     sampling = Sampling(temperature=1.0, top_p=0.9)
-    items = [Item(f"r{i}", "s", [3 + i], None, [], 20) for i in range(6)]
+    items = [prompt(i, [3 + i], 20) for i in range(6)]
     answers = Engine(verifier.model, drafter, 4, [], sampling, 3).generate([Request(i.prompt_ids, 20) for i in items])
     head = load_head(verifier.verifier_config).to("cuda", torch.float32)
     tailed = with_tails(items, answers, verifier, 4, 4)

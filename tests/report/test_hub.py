@@ -14,7 +14,13 @@ from peagle.drafter.checkpoint import save
 from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError, ConfigError
 from peagle.report.hub import PushConfig, push
-from tests.drafter.test_card import EVALUATION, config
+from tests.drafter.test_card import config
+
+EVALUATION = {
+    "convention": "Pooled over all passes.",
+    "pooled": {"acceptance_per_position": [0.8, 0.5], "acceptance_length": 2.3},
+    "datasets": {"qa": {"acceptance_per_position": [0.8, 0.5], "acceptance_length": 2.3}},
+}
 
 
 @pytest.fixture

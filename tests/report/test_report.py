@@ -11,7 +11,7 @@ import pytest
 
 from peagle.errors import DataError
 from peagle.evaluate.counts import Counts, DatasetCounts
-from peagle.evaluate.results import report as acceptance
+from peagle.evaluate.counts import report as acceptance
 from peagle.report.config import ReportConfig
 from peagle.report.data import collect
 from peagle.report.report import report

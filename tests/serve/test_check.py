@@ -156,6 +156,13 @@ def test_X02_a_needed_tensor_that_is_missing_is_named(folder: Path, name: str) -
     assert f"{name}: missing" in errors(folder)
 
 
+def test_X04_a_drafter_brings_its_own_head_and_one_of_a_pruned_vocabulary_must(folder: Path, pruned: Path) -> None:
+    for path in (folder, pruned):
+        assert "lm_head.weight" in load_file(path / "model.safetensors")
+    edit_tensors(pruned, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lm_head.weight: missing" in errors(pruned)
+
+
 def test_an_empty_config_and_a_config_of_a_million_layers_are_errors(folder: Path) -> None:
     edit_layers(folder, num_hidden_layers=10**6)
     assert "num_hidden_layers is 1000000, over 256" in errors(folder)

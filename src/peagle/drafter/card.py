@@ -1,7 +1,7 @@
 """The model card beside a checkpoint: the hub's metadata, how to serve it, how good it is, how it was trained.
 
-In: the drafter's config, the run's manifest, an evaluation if there is one. Out: Markdown. Paths of the machine that
-trained it never enter the card.
+In: the drafter's config, the run's manifest, the acceptance table if there is one. Out: Markdown. Paths of the machine
+that trained it never enter the card.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ def write_card(
     folder: Path,
     config: DrafterConfig,
     run: Mapping[str, Any],
-    evaluation: Mapping[str, Any] | None,
+    measured: str | None,
     license_name: str | None,
 ) -> None:
     """Write README.md into a checkpoint folder; see `card`."""
     with whole_file(folder / CARD) as temporary:
-        temporary.write_text(card(config, run, evaluation, license_name), encoding="utf-8")
+        temporary.write_text(card(config, run, measured, license_name), encoding="utf-8")
 
 
-def refresh_card(folder: Path, config: DrafterConfig, evaluation: Mapping[str, Any] | None) -> None:
+def refresh_card(folder: Path, config: DrafterConfig, measured: str | None) -> None:
     """Write the card of a checkpoint anew with all that is known now; a folder that cannot be written is left as it is.
 
     Args:
         folder: the checkpoint, on this disk.
         config: the drafter's.
-        evaluation: what was just measured; None keeps the table that the card has.
+        measured: see `card`, of what was just measured; None keeps the table that the card has.
     """
     path = folder / CARD
     try:
-        if evaluation is None and path.is_file() and NOT_MEASURED not in path.read_text(encoding="utf-8"):
+        if measured is None and path.is_file() and NOT_MEASURED not in path.read_text(encoding="utf-8"):
             return
-        write_card(folder, config, run_facts(folder), evaluation, None)
+        write_card(folder, config, run_facts(folder), measured, None)
     except OSError as error:
         logger.debug("%s: the card was not written (%s)", path, error)
 
@@ -81,15 +81,13 @@ def run_facts(checkpoint: Path) -> dict[str, Any]:
     return {}
 
 
-def card(
-    config: DrafterConfig, run: Mapping[str, Any], evaluation: Mapping[str, Any] | None, license_name: str | None
-) -> str:
+def card(config: DrafterConfig, run: Mapping[str, Any], measured: str | None, license_name: str | None) -> str:
     """The text of the card.
 
     Args:
         config: the drafter's.
         run: `run_facts`, or {"settings": ...} at the time of training; empty if not known.
-        evaluation: `evaluation.json`; None if not measured.
+        measured: the acceptance table in Markdown, `evaluate.counts.card_section`; None if not measured.
         license_name: for the hub's metadata; None leaves it out.
     """
     kind = KINDS[config.speculators_model_type]
@@ -108,7 +106,7 @@ def card(
         "`peagle serve` checks it first and sets what vLLM needs.",
         "",
     ]
-    parts += _acceptance(evaluation)
+    parts += ["## Acceptance", "", measured or NOT_MEASURED, ""]
     parts += _training(run)
     return "\n".join(parts).rstrip() + "\n"
 
@@ -155,26 +153,6 @@ def _metadata(config: DrafterConfig, license_name: str | None) -> str:
         values["license"] = license_name
     values["tags"] = ["speculative-decoding", "peagle", KINDS[config.speculators_model_type].lower()]
     return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n"
-
-
-def _acceptance(evaluation: Mapping[str, Any] | None) -> list[str]:
-    pooled = (evaluation or {}).get("pooled") or {}
-    if evaluation is None or not pooled.get("acceptance_per_position"):
-        return ["## Acceptance", "", NOT_MEASURED, ""]
-    depth = len(pooled["acceptance_per_position"])
-    head = ["dataset", "pos 1", *(str(k) for k in range(2, depth + 1)), "length"]
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-    for name, figures in (*evaluation.get("datasets", {}).items(), ("Pooled", pooled)):
-        shares = figures.get("acceptance_per_position")
-        cells = ["-"] * depth if shares is None else [f"{100 * share:.1f}" for share in shares]
-        length = figures.get("acceptance_length")
-        lines.append("| " + " | ".join([name, *cells, "-" if length is None else f"{length:.3f}"]) + " |")
-    parts = ["## Acceptance", "", *lines, "", str(evaluation.get("convention", "")), ""]
-    speed = evaluation.get("speed") or {}
-    if speed.get("tokens_per_s") and speed.get("plain_tokens_per_s"):
-        ratio = speed["tokens_per_s"] / speed["plain_tokens_per_s"]
-        parts += [f"Measured beside plain decoding on the same machine: {ratio:.2f} times its tokens per second.", ""]
-    return parts
 
 
 def _training(run: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """Tokens per second with the drafter beside plain decoding, and the proof that the answers are the same.
 
-Three contestants (the engine with its drafter, the engine without, Transformers' `generate`) take turns on the same
+Three decoders (the engine with its drafter, the engine without, Transformers' `generate`) take turns on the same
 prompts in the same batches on the same threads, each first as often as the others, after a warm-up.
 """
 
@@ -27,12 +27,37 @@ _HALF_ROUNDING = {torch.bfloat16: 0.02, torch.float16: 0.003}
 """Two to three units in the last place of the largest logit."""
 
 
-def within_rounding(gap: float, largest: float, dtype: torch.dtype) -> bool:
-    """Whether a half-precision network cannot tell two logits apart, of which one is the largest. Never in float32."""
-    return abs(gap) <= _HALF_ROUNDING.get(dtype, 0.0) * abs(largest)
-
-
 @dataclass(frozen=True)
+class LogitGap:
+    """Two tokens of which a network chose one in one pass and the other in another: how far apart their logits are."""
+
+    value: float | None
+    """Logit of the one minus that of the other; None where there are no such two logits: never excused."""
+    largest: float
+    """The largest logit there."""
+    dtype: torch.dtype
+    """In which the network computes."""
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the two are level: the one excuse that counts."""
+        return self.value is not None and abs(self.value) < TIE_GAP
+
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether a half-precision network cannot tell the two apart; it then differs from itself as well, from one
+        batch or pass length to another. Never so in float32."""
+        return self.value is not None and (
+            self.is_tie or abs(self.value) <= _HALF_ROUNDING.get(self.dtype, 0.0) * abs(self.largest)
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As --dtype takes it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Difference:
     """An answer that is not the verifier's own."""
 
@@ -43,27 +68,12 @@ class Difference:
     """Ours; -1 where our answer has ended."""
     own_token: int
     """The verifier's; -1 where its answer has ended."""
-    gap: float
+    gap: LogitGap
     """The verifier's logit of its own token minus that of ours, from one plain pass."""
-    largest: float
-    """The largest logit there."""
-    dtype: torch.dtype
-    """In which the verifier computes."""
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether the two tokens are level: the one excuse that counts."""
-        return abs(self.gap) < TIE_GAP
-
-    @property
-    def is_within_rounding(self) -> bool:
-        """Whether a half-precision verifier cannot tell the two apart; it then differs from itself as well, from one
-        batch or pass length to another. Never so in float32."""
-        return self.is_tie or within_rounding(self.gap, self.largest, self.dtype)
 
 
-@dataclass(frozen=True)
-class Contest:
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
     """What was measured over the compared prompts."""
 
     answers: list[Answer]
@@ -73,11 +83,11 @@ class Contest:
     plain_ids: list[list[int]]
     """Of the engine without a drafter."""
     seconds: dict[str, float]
-    """By contestant: "drafter", "engine", "transformers"."""
+    """By decoder: "drafter", "engine", "transformers"."""
     laps: Laps
 
     def tokens_per_s(self, name: str) -> float | None:
-        """Generated tokens of a contestant over its seconds, prefill included."""
+        """Generated tokens of a decoder over its seconds, prefill included."""
         ids = {
             "drafter": [answer.ids for answer in self.answers],
             "engine": self.plain_ids,
@@ -87,62 +97,73 @@ class Contest:
         return tokens / self.seconds[name] if self.seconds[name] > 0 and tokens else None
 
 
-def contest(
+def compare(
     drafting: Engine, plain: Engine, own: TransformersBaseline, requests: Sequence[Request], batch_size: int
-) -> Contest:
-    """Let the three answer the same prompts in turns.
+) -> Comparison:
+    """Let the three decoders answer the same prompts in turns.
 
     Args:
-        drafting, plain, own: the contestants.
+        drafting, plain, own: the engine with its drafter, the engine without, Transformers' `generate`.
         requests: the prompts.
         batch_size: prompts per turn.
     """
-    runs: dict[str, Callable[[Sequence[Request]], list[Any]]] = {
-        "drafter": lambda batch: drafting.generate(batch),
+    decoders: dict[str, Callable[[Sequence[Request]], list[Any]]] = {
+        "drafter": drafting.generate,
         "engine": lambda batch: [answer.ids for answer in plain.generate(batch)],
         "transformers": own.generate,
     }
     warm_up = [
         Request(request.prompt_ids, min(request.max_new_tokens, _WARM_UP_TOKENS)) for request in requests[:batch_size]
     ]
-    for run in runs.values():
-        if warm_up:
-            run(warm_up)
-    seconds = dict.fromkeys(runs, 0.0)
-    found: dict[str, list[Any]] = {name: [] for name in runs}
-    names = list(runs)
+    for decode in decoders.values():
+        decode(warm_up)
+    seconds = dict.fromkeys(decoders, 0.0)
+    answers: dict[str, list[Any]] = {name: [] for name in decoders}
+    names = list(decoders)
     batches = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
     with log.progress("compare with plain decoding", len(requests), "prompts") as meter:
         for turn, batch in enumerate(batches):
             for name in names[turn % 3 :] + names[: turn % 3]:
                 began_s = _now_s()
-                found[name] += runs[name](batch)
+                answers[name] += decoders[name](batch)
                 seconds[name] += _now_s() - began_s
             meter.advance(len(batch))
     laps = Laps()
     for batch in batches[:_LAP_BATCHES]:
         drafting.generate(batch, None, laps)
-    return Contest(found["drafter"], found["transformers"], found["engine"], seconds, laps)
+    return Comparison(
+        answers=answers["drafter"],
+        own_ids=answers["transformers"],
+        plain_ids=answers["engine"],
+        seconds=seconds,
+        laps=laps,
+    )
 
 
 def differences(
     model: Any, requests: Sequence[Request], ids: Sequence[list[int]], own_ids: Sequence[list[int]]
 ) -> list[Difference]:
     """Compare greedy answers with the verifier's own, and show the logit gap wherever one differs."""
-    found = []
+    differing = []
     for index, (request, ours, own) in enumerate(zip(requests, ids, own_ids)):
-        place = next((i for i, (a, b) in enumerate(zip(ours, own)) if a != b), None)
-        if place is None and len(ours) != len(own):
-            place = min(len(ours), len(own))
-        if place is None:
+        if ours == own:
             continue
+        shorter = min(len(ours), len(own))
+        place = next((i for i in range(shorter) if ours[i] != own[i]), shorter)
         token = ours[place] if place < len(ours) else -1
         own_token = own[place] if place < len(own) else -1
         logits = next_logits(model, [*request.prompt_ids, *own[:place]])
-        is_shorter = token < 0 or own_token < 0
-        gap = float("inf") if is_shorter else float(logits[own_token] - logits[token])
-        found.append(Difference(index, place, token, own_token, gap, float(logits.max()), model.dtype))
-    return found
+        gap = None if place == shorter else float(logits[own_token] - logits[token])
+        differing.append(
+            Difference(
+                index=index,
+                position=place,
+                token=token,
+                own_token=own_token,
+                gap=LogitGap(gap, float(logits.max()), model.dtype),
+            )
+        )
+    return differing
 
 
 def next_logits(model: Any, ids: list[int]) -> Tensor:
@@ -158,11 +179,9 @@ def _now_s() -> float:
     return time.perf_counter()
 
 
-# ---- Plain decoding to compare with: Transformers' own cached `generate`, without a model's generation defaults.
-
-
 class TransformersBaseline:
-    """Answers by `model.generate`, prompts padded on the left.
+    """Answers by Transformers' own cached `generate`, without the model's generation defaults, prompts padded on the
+    left.
 
     Args:
         model: the verifier.

@@ -1,4 +1,4 @@
-"""What is counted, whoever counts it: the engine, the replay, or vLLM's counters.
+"""What is counted, whoever counts it (the engine, the replay, vLLM's counters), and the figures and table made of it.
 
 Convention, the same as vLLM's: a pass is one run of the verifier over a draft (the prefill is none); a drafted token
 counts as accepted as soon as the verifier accepts it, before an end-of-sequence token or a length limit cuts the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 CONVENTION = (
     "Pooled over all verifier passes; the prefill is no pass. Position k: share of passes in which the k-th drafted "
@@ -76,25 +77,19 @@ class Counts:
         return tuple(a - b for a, b in zip(at_least, (*self.accepted_per_position, 0)))
 
     @staticmethod
-    def of_passes(rounds: Iterable[Iterable[int]], num_speculative_tokens: int, num_generated_tokens: int) -> Counts:
+    def of_passes(accepted: Sequence[int], num_speculative_tokens: int, num_generated_tokens: int) -> Counts:
         """Count accepted tokens, pass by pass.
 
         Args:
-            rounds: for each answer, the number of accepted drafted tokens of each of its passes.
-            num_speculative_tokens: K; no pass accepts more.
+            accepted: the number of accepted drafted tokens of each pass, at most K.
+            num_speculative_tokens: K.
             num_generated_tokens: see the field.
 
         Example:
-            [[4, 1], [1]] with K = 4: 3 passes, accepted (3, 1, 1, 1), 2.0 per pass, acceptance length 3.0.
+            [4, 1, 1] with K = 4: 3 passes, accepted (3, 1, 1, 1), 2.0 per pass, acceptance length 3.0.
         """
-        num_drafts = 0
-        per_position = [0] * num_speculative_tokens
-        for passes in rounds:
-            for accepted in passes:
-                num_drafts += 1
-                for k in range(accepted):
-                    per_position[k] += 1
-        return Counts(num_drafts, tuple(per_position), num_generated_tokens)
+        per_position = (sum(count > k for count in accepted) for k in range(num_speculative_tokens))
+        return Counts(len(accepted), tuple(per_position), num_generated_tokens)
 
 
 def pool(parts: Iterable[Counts], num_speculative_tokens: int) -> Counts:
@@ -135,3 +130,170 @@ def pool_contexts(datasets: Sequence[DatasetCounts], num_speculative_tokens: int
         name: pool([d.by_context[name] for d in datasets if name in d.by_context], num_speculative_tokens)
         for name in sorted(names, key=lambda name: int(name.split("-")[0]))
     }
+
+
+# Counts as the figures of evaluation.json, and those as the field's table.
+
+
+def figures(counts: Counts) -> dict[str, Any]:
+    """One data set's figures as JSON: null, never 0 or NaN, where nothing was drafted."""
+    per_position = counts.acceptance_per_position
+    conditional = counts.conditional_per_position
+    return {
+        "acceptance_length": counts.acceptance_length,
+        "acceptance_per_position": None if per_position is None else list(per_position),
+        "conditional_acceptance_per_position": None if conditional is None else list(conditional),
+        "accepted_per_pass": counts.accepted_per_pass,
+        "verifier_passes": _whole(counts.num_drafts),
+        "drafted_tokens": _whole(counts.num_draft_tokens),
+        "accepted_tokens": _whole(counts.num_accepted),
+        "accepted_tokens_per_position": [_whole(accepted) for accepted in counts.accepted_per_position],
+        "passes_by_accepted_tokens": [_whole(passes) for passes in counts.histogram],
+        "generated_tokens": counts.num_generated_tokens,
+    }
+
+
+def report(datasets: Mapping[str, DatasetCounts]) -> dict[str, Any]:
+    """The acceptance part of `evaluation.json`.
+
+    `average` is the plain mean of the data sets that drafted, as published; `pooled` sums the passes of all data sets
+    and is the figure to rank by.
+
+    Args:
+        datasets: counts of each data set, all with the same number of drafted tokens.
+    """
+    totals = [dataset.total for dataset in datasets.values()]
+    depth = totals[0].num_speculative_tokens if totals else 0
+    pooled = pool(totals, depth)
+    by_name = {name: figures(dataset.total) for name, dataset in datasets.items()}
+    drafted = [one for one in by_name.values() if one["acceptance_length"] is not None]
+    columns = zip(*(one["acceptance_per_position"] for one in drafted))
+    average = {
+        "acceptance_length": sum(one["acceptance_length"] for one in drafted) / len(drafted) if drafted else None,
+        "acceptance_per_position": [sum(column) / len(drafted) for column in columns] if drafted else None,
+        "is_mean_of_datasets": True,
+    }
+    return {
+        "convention": CONVENTION,
+        "num_speculative_tokens": depth,
+        "pooled": figures(pooled),
+        "average": average,
+        "datasets": by_name,
+        "by_context_length": {
+            name: figures(counts) for name, counts in pool_contexts(list(datasets.values()), depth).items()
+        },
+    }
+
+
+def table(evaluation: Mapping[str, Any]) -> list[list[str]]:
+    """The field's table as strings: what the terminal, Markdown, the model card and the report show.
+
+    Args:
+        evaluation: `report`, or a whole `evaluation.json`.
+
+    Returns:
+        Lines of cells: the head, a line per data set, `Average` if there is one, `Pooled`. Acceptance in %; "-" where
+        nothing was drafted.
+    """
+    pooled = evaluation["pooled"]
+    depth = int(evaluation.get("num_speculative_tokens") or len(pooled.get("acceptance_per_position") or ()))
+    lines = [["dataset", *("pos 1" if k == 1 else str(k) for k in range(1, depth + 1)), "length", "passes"]]
+    means = [("Average", evaluation["average"])] if evaluation.get("average") else []
+    for name, one in (*evaluation["datasets"].items(), *means, ("Pooled", pooled)):
+        shares = one.get("acceptance_per_position") or [None] * depth
+        length, passes = one.get("acceptance_length"), one.get("verifier_passes")
+        cells = ["-" if length is None else f"{length:.3f}", "" if passes is None else f"{passes:,.0f}"]
+        lines.append([name, *map(percent, shares), *cells])
+    return lines
+
+
+def percent(share: float | None) -> str:
+    """A share of 0..1 in %, without the sign; "-" for None."""
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def markdown_table(evaluation: Mapping[str, Any]) -> list[str]:
+    """`table` in Markdown, with the convention below it."""
+    head, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table(evaluation))
+    return [
+        head,
+        "|---" + "|---:" * (head.count(" | ")) + "|",
+        *rows,
+        "",
+        str(evaluation.get("convention", CONVENTION)),
+    ]
+
+
+def card_section(evaluation: Mapping[str, Any] | None) -> str | None:
+    """What a model card says of an `evaluation.json`; None where there is none, or nothing was drafted."""
+    if evaluation is None or not (evaluation.get("pooled") or {}).get("acceptance_per_position"):
+        return None
+    text = "\n".join(markdown_table(evaluation))
+    speed = evaluation.get("speed") or {}
+    if speed.get("tokens_per_s") and speed.get("plain_tokens_per_s"):
+        ratio = speed["tokens_per_s"] / speed["plain_tokens_per_s"]
+        text += f"\n\nMeasured beside plain decoding on the same machine: {ratio:.2f} times its tokens per second."
+    return text
+
+
+def _whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
+
+
+# Which number of drafted tokens pays: measured acceptance weighed against the measured cost of drafting and verifying.
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """Milliseconds, measured on one machine at one batch size."""
+
+    plain_ms: float
+    """One token of plain decoding."""
+    draft_ms: float
+    """Drafting `num_speculative_tokens` tokens."""
+    verify_ms: float
+    """One verifier pass over that draft, acceptance and cache work included."""
+    num_speculative_tokens: int
+    """At which the two were measured."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What drafting `k` tokens is expected to give."""
+
+    k: int
+    acceptance_length: float
+    speedup: float
+    """Tokens per second over plain decoding."""
+
+
+def expected_speedups(acceptance_per_position: Sequence[float], cost: PassCost, is_sequential: bool) -> list[Expected]:
+    """Expected speed-up for each k from 1 to the number of measured positions.
+
+    A pass that drafts k tokens yields 1 + p_1 + .. + p_k tokens, for one draft and one verifier pass over k + 1 tokens,
+    whose cost is taken as linear between plain decoding (k = 0) and the measured pass. One-pass drafting makes position
+    j the same draft whatever k is, so one measurement at a large k tells about all smaller ones.
+
+    Args:
+        acceptance_per_position: p, unconditional, 0..1, [num_speculative_tokens].
+        cost: measured costs.
+        is_sequential: EAGLE-3 drafts token by token, so its drafting cost grows with k; P-EAGLE's is one pass.
+
+    Example:
+        acceptance (0.8, 0.5), plain 10 ms, draft 2 ms, verify 11 ms at k = 2: k = 1 gives 1.8 tokens in 12.5 ms, a
+        speed-up of 1.44; k = 2 gives 2.3 tokens in 13 ms, 1.77.
+    """
+    expected = []
+    length = 1.0
+    for k, share in enumerate(acceptance_per_position, start=1):
+        length += share
+        part = k / cost.num_speculative_tokens
+        draft_ms = cost.draft_ms * part if is_sequential else cost.draft_ms
+        verify_ms = cost.plain_ms + (cost.verify_ms - cost.plain_ms) * part
+        expected.append(Expected(k, length, length * cost.plain_ms / (draft_ms + verify_ms)))
+    return expected
+
+
+def best(expected: Sequence[Expected]) -> Expected | None:
+    """The k with the highest expected speed-up, the smaller of two equals; None where nothing was measured."""
+    return max(expected, key=lambda e: (e.speedup, -e.k), default=None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from peagle.data import Conversation, ReadyRow, Rejected, TokenRow, UnusableRow, load_prepared, read_rows, render_prompt
+from peagle.data.template import use_template_file
 from peagle.drafter.model_config import DrafterConfig
-from peagle.errors import CheckpointError, ConfigError, PeagleError
+from peagle.errors import CheckpointError, PeagleError
 from peagle.evaluate.config import EvaluateConfig
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.special_tokens import load_tokenizer
@@ -22,7 +23,7 @@ _NAMED = 5
 _BLANK_BYTES = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Item:
     """One prompt."""
 
@@ -43,6 +44,18 @@ class Item:
         """Position of the answer's first token."""
         return len(self.prompt_ids)
 
+    @property
+    def ids(self) -> list[int]:
+        """Prompt, answer and tail."""
+        return [*self.prompt_ids, *(self.recorded_ids or []), *self.tail_ids]
+
+    def limited(self, limit: int) -> Item:
+        """The same with a shorter limit. What follows a cut is known: it is the rest of the answer."""
+        recorded, tail = self.recorded_ids, self.tail_ids
+        if recorded is not None:
+            recorded, tail = recorded[:limit], recorded[limit:] + tail
+        return replace(self, recorded_ids=recorded, tail_ids=tail, limit=limit)
+
 
 @dataclass
 class Read:
@@ -51,7 +64,6 @@ class Read:
     items: list[Item] = field(default_factory=list)
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
 
     def drop(self, where: str, reason: str) -> None:
         """Count a row that is not used, and name the first few of each reason."""
@@ -76,19 +88,30 @@ def read_items(config: EvaluateConfig, tokenizer: Any, max_tokens: int) -> Read:
     Raises:
         DataError: what was named cannot be read at all.
     """
-    found = Read()
-    rows = _prepared_rows(config, found) if config.data_path is not None else _data_rows(config, tokenizer, found)
-    for row, prompt_ids in rows:
-        items = [_prompt_item(row, prompt_ids, config)] if prompt_ids is not None else replies(row, config)
+    read = Read()
+    rows = _prepared_rows(config, read) if config.data_path is not None else _data_rows(config, tokenizer, read)
+    for row, is_prompt in rows:
+        items = [_prompt_item(row, config)] if is_prompt else replies(row, config)
         if not items:
-            found.drop(row.row_id, "no reply to measure")
+            read.drop(row.row_id, "no reply to measure")
         for item in items:
             room = max_tokens - item.start
             if room < 1:
-                found.drop(item.row_id, f"prompt longer than the verifier takes ({max_tokens} tokens, one of them new)")
+                read.drop(item.row_id, f"prompt longer than the verifier takes ({max_tokens} tokens, one of them new)")
             else:
-                found.items.append(item if item.limit <= room else _limited(item, room))
-    return found
+                read.items.append(item if item.limit <= room else item.limited(room))
+    return read
+
+
+def _prompt_item(row: TokenRow, config: EvaluateConfig) -> Item:
+    return Item(
+        row_id=row.row_id,
+        source=row.source,
+        prompt_ids=row.input_ids,
+        recorded_ids=None,
+        tail_ids=[],
+        limit=config.max_new_tokens or DEFAULT_LIMIT,
+    )
 
 
 def replies(row: TokenRow, config: EvaluateConfig) -> list[Item]:
@@ -97,13 +120,16 @@ def replies(row: TokenRow, config: EvaluateConfig) -> list[Item]:
     ends_at = len(row.input_ids) - row.tail_length
     for start, end in reply_spans(row.loss_mask):
         if start == 0:
-            continue  # the verifier never answered nothing
-        recorded = row.input_ids[start:end]
-        tail = row.input_ids[end:] if end == ends_at else []
-        limit = len(recorded) if config.max_new_tokens is None else config.max_new_tokens
-        # What follows a cut is known: it is the rest of the answer.
-        kept, rest = recorded[:limit], recorded[limit:] + tail
-        items.append(Item(row.row_id, row.source, row.input_ids[:start], kept, rest, limit))
+            continue  # no prompt: the verifier never answered nothing
+        whole = Item(
+            row_id=row.row_id,
+            source=row.source,
+            prompt_ids=row.input_ids[:start],
+            recorded_ids=row.input_ids[start:end],
+            tail_ids=row.input_ids[end:] if end == ends_at else [],
+            limit=end - start,
+        )
+        items.append(whole.limited(whole.limit if config.max_new_tokens is None else config.max_new_tokens))
     return items
 
 
@@ -131,26 +157,16 @@ def by_source(items: Sequence[Item]) -> dict[str, list[int]]:
     return found
 
 
-def _prompt_item(row: TokenRow, prompt_ids: list[int], config: EvaluateConfig) -> Item:
-    return Item(row.row_id, row.source, prompt_ids, None, [], config.max_new_tokens or DEFAULT_LIMIT)
-
-
-def _limited(item: Item, room: int) -> Item:
-    recorded, tail = item.recorded_ids, item.tail_ids
-    if recorded is not None and len(recorded) > room:
-        recorded, tail = recorded[:room], recorded[room:] + tail
-    return Item(item.row_id, item.source, item.prompt_ids, recorded, tail, room)
-
-
-def _prepared_rows(config: EvaluateConfig, found: Read) -> Iterator[tuple[TokenRow, list[int] | None]]:
+def _prepared_rows(config: EvaluateConfig, read: Read) -> Iterator[tuple[TokenRow, bool]]:
+    """Rows, and for each whether it is a prompt alone."""
     assert config.data_path is not None
     prepared = load_prepared(config.data_path)
     places = list(range(len(prepared)))
     if config.max_samples is not None:
         places = in_turn([str(source) for source in prepared.table["source"]])[: config.max_samples]
     for place in places:
-        found.read += 1
-        yield prepared.row(place), None
+        read.read += 1
+        yield prepared.row(place), False
 
 
 def in_turn(sources: Sequence[str]) -> list[int]:
@@ -163,56 +179,46 @@ def in_turn(sources: Sequence[str]) -> list[int]:
     return [index for _, index in sorted(ranks)]
 
 
-def _is_empty_file(spec: str) -> bool:
-    """An empty file of prompts measures nothing, which is said in the report; it is no error of its own."""
-    path = Path(spec)
-    if not path.exists() and "=" in spec:
-        path = Path(spec.partition("=")[2])
-    return path.is_file() and path.stat().st_size < _BLANK_BYTES and not path.read_bytes().strip()
-
-
-def _data_rows(config: EvaluateConfig, tokenizer: Any, found: Read) -> Iterator[tuple[TokenRow, list[int] | None]]:
-    if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = config.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {config.chat_template}: cannot be read ({error})") from None
+def _data_rows(config: EvaluateConfig, tokenizer: Any, read: Read) -> Iterator[tuple[TokenRow, bool]]:
+    """See `_prepared_rows`."""
+    use_template_file(tokenizer, config.chat_template)
     specs = []
     for spec in config.data:
-        if _is_empty_file(spec):
-            found.drop(spec, "the file is empty")
+        # An empty file measures nothing, which the report says; it is no error of its own.
+        path = Path(spec) if Path(spec).exists() else Path(spec.partition("=")[2])
+        if path.is_file() and path.stat().st_size < _BLANK_BYTES and not path.read_bytes().strip():
+            read.drop(spec, "the file is empty")
         else:
             specs.append(spec)
     for item in read_rows(specs, config.max_samples, "chat"):
-        found.read += 1
+        read.read += 1
         where = f"{item.origin}:{item.line}"
         if isinstance(item, Rejected):
-            found.drop(where, item.reason)
+            read.drop(where, item.reason)
         elif isinstance(item, ReadyRow):
-            row = TokenRow(
-                item.row_id, item.source, item.input_ids, item.loss_mask, item.next_is_supervised, item.tail_length
+            yield (
+                TokenRow(
+                    item.row_id, item.source, item.input_ids, item.loss_mask, item.next_is_supervised, item.tail_length
+                ),
+                False,
             )
-            yield row, None
         elif isinstance(item, Conversation) and item.opening().is_prompt:
             try:
                 prompt_ids = render_prompt(tokenizer, item.opening())
             except UnusableRow as problem:
-                found.drop(where, problem.reason)
+                read.drop(where, problem.reason)
                 continue
-            yield TokenRow(item.row_id, item.source, prompt_ids, [0] * len(prompt_ids), False, 0), prompt_ids
+            yield TokenRow(item.row_id, item.source, prompt_ids, [0] * len(prompt_ids), False, 0), True
         else:
-            found.drop(where, "no user turn to answer")
+            read.drop(where, "no user turn to answer")
 
 
-# ---- Do a drafter and a verifier belong together? Sizes, layers, and the tokens behind the ids.
-
-
-def check_pair(config: DrafterConfig, verifier_config: VerifierConfig, tokenizer: Any) -> str | None:
-    """Refuse a drafter that was made for another verifier.
+def check_pair(config: DrafterConfig, verifier: VerifierConfig, tokenizer: Any) -> str | None:
+    """Refuse a drafter that was made for another verifier: sizes, layers, and the tokens behind the ids.
 
     Args:
         config: the drafter's.
-        verifier_config: the verifier that is to be used.
+        verifier: the one that is to be used.
         tokenizer: its tokenizer.
 
     Returns:
@@ -222,28 +228,29 @@ def check_pair(config: DrafterConfig, verifier_config: VerifierConfig, tokenizer
         CheckpointError: another vocabulary, width or depth, or other tokens behind the same ids.
     """
     for label, ours, theirs in (
-        ("vocabulary", config.vocab_size, verifier_config.vocab_size),
-        ("hidden size", config.hidden_size, verifier_config.hidden_size),
+        ("vocabulary", config.vocab_size, verifier.vocab_size),
+        ("hidden size", config.hidden_size, verifier.hidden_size),
     ):
         if ours != theirs:
             raise CheckpointError(
-                f"the drafter is made for a verifier of {label} {ours}, {verifier_config.name_or_path} has {theirs}; "
+                f"the drafter is made for a verifier of {label} {ours}, {verifier.name_or_path} has {theirs}; "
                 f"it was trained for {config.verifier}"
             )
-    if config.aux_layer_ids[-1] > verifier_config.num_layers:
+    if config.aux_layer_ids[-1] > verifier.num_layers:
         raise CheckpointError(
-            f"the drafter reads layer {config.aux_layer_ids[-1]}, {verifier_config.name_or_path} has {verifier_config.num_layers} layers"
+            f"the drafter reads layer {config.aux_layer_ids[-1]}, {verifier.name_or_path} has {verifier.num_layers} "
+            "layers"
         )
-    if config.verifier == verifier_config.name_or_path:
+    if config.verifier == verifier.name_or_path:
         return None
     try:
-        trained_with = load_tokenizer(config.verifier, verifier_config.trust_remote_code)
+        trained_with = load_tokenizer(config.verifier, verifier.trust_remote_code)
     except PeagleError:
         return f"the drafter was trained for {config.verifier}, which is not here: its tokens were not compared"
     difference = token_difference(trained_with, tokenizer)
     if difference is not None:
         raise CheckpointError(
-            f"the drafter was trained for {config.verifier}, whose tokens are not those of {verifier_config.name_or_path}: "
+            f"the drafter was trained for {config.verifier}, whose tokens are not those of {verifier.name_or_path}: "
             f"{difference}"
         )
     return None

@@ -1,9 +1,10 @@
-"""The counts that greedy decoding would give, from recorded answers and their states: match all positions, then walk.
+"""The counts that decoding would give, from recorded answers and their states: one drafter pass, then pass by pass.
 
-Greedy answers decide everything: from a pass that knows x_0 .. x_{a+1}, decoding accepts as many drafted tokens as
-agree with what the answer says next, adds one token of the verifier's, and the next pass begins there.
+No engine, no cache: the drafter drafts at every position of the known text at once. Greedy answers decide everything:
+from a pass that knows x_0 .. x_{a+1}, decoding accepts as many drafted tokens as agree with what the answer says next,
+adds one token of the verifier's, and the next pass begins there.
 
-At temperature > 0 a walk is a chain of chances. Given the answer's tokens, the drafted token of depth d was accepted
+At temperature > 0 all is chance. Given the answer's tokens, the drafted token of depth d was accepted
 with chance w_d = min(1, q(x) / p(x)) at the answer's own token x (q the drafter's distribution, p the verifier's: of
 the token's mass p, min(p, q) came by acceptance). So passes begin at each place with a chance, followed from left to
 right, and position k is accepted, whatever its token, with w_0 .. w_{k-1} times the sum of min(p, q) at depth k.
@@ -13,7 +14,7 @@ These sums are the expected counts of sampled decoding, without its noise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,11 +27,13 @@ from peagle.verifier.weights import VerifierHead
 
 Blocks = Iterator[tuple[Tensor, Tensor]]
 Best = tuple[list[list[int]], list[list[float]]]
+_MOST_SCORES = 1 << 24
+"""Attention scores, or logits, held at once: bounds memory whatever the row's length."""
 _NUM_BEST = 5
 """Choices kept at each depth. In float32 the second explains a tie; in half precision several are level."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recorded:
     """One answer with its states."""
 
@@ -51,9 +54,9 @@ class Recorded:
     """y_p before the final norm, [num_tokens, hidden_size]; needed at temperature > 0 only, for p from `start` on."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplayedPass:
-    """One verifier pass of the walk."""
+    """One verifier pass that decoding would have run."""
 
     num_known: int
     draft_ids: tuple[int, ...]
@@ -99,7 +102,7 @@ def replay(drafter: Drafter, head: VerifierHead | None, recorded: Recorded, dept
         aux = recorded.aux_states[:num_pairs].to(device, drafter.fc.weight.dtype)
         if sampling.is_greedy:
             blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, None)
-            return _walk(recorded, list(_best(drafter, blocks)), depth)
+            return _greedy(recorded, list(_best(drafter, blocks)), depth)
         assert head is not None
         blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, ids[2:])
         return _expect(drafter, head, recorded, blocks, depth, sampling)
@@ -112,62 +115,48 @@ def _best(drafter: Drafter, blocks: Blocks) -> Iterator[Best]:
         yield from zip(drafter.to_verifier_ids(best.indices).tolist(), best.values.tolist())
 
 
-def _walk(recorded: Recorded, best: list[Best], depth: int) -> Replayed:
-    choices = _choices(recorded)
+def _greedy(recorded: Recorded, best: list[Best], depth: int) -> Replayed:
+    """Go from pass to pass, as decoding would."""
+    # the verifier's choice of x_{p+1}, for each p
+    choices = recorded.ids[1:] if recorded.choice_ids is None else recorded.choice_ids.tolist()
     passes, unjudged = [], 0
+    by_context: dict[str, list[int]] = {}
     known = recorded.start + 1  # the prompt, and the token that its prefill gave
     while known < recorded.end:
         top_ids, top_logits = best[known - 1 - recorded.start]
         wanted = choices[known - 1 : known - 1 + depth]
-        drafted = [ids[0] for ids in top_ids]
+        drafted = tuple(ids[0] for ids in top_ids)
+        accepted = next((k for k, (one, other) in enumerate(zip(drafted, wanted)) if one != other), len(wanted))
         if len(wanted) < depth or -1 in wanted:
             unjudged += 1
-            known += 1 + _agreement(drafted, wanted)
-            continue
-        accepted = _agreement(drafted, wanted)
-        passes.append(
-            ReplayedPass(
-                known,
-                tuple(drafted),
-                accepted,
-                tuple(tuple(ids[1:]) for ids in top_ids),
-                tuple(tuple(logits[0] - one for one in logits[1:]) for logits in top_logits),
-                tuple(logits[0] for logits in top_logits),
+        else:
+            by_context.setdefault(context_bucket(known), []).append(accepted)
+            passes.append(
+                ReplayedPass(
+                    num_known=known,
+                    draft_ids=drafted,
+                    num_accepted=accepted,
+                    runner_up_ids=tuple(tuple(ids[1:]) for ids in top_ids),
+                    runner_up_gaps=tuple(tuple(logits[0] - one for one in logits[1:]) for logits in top_logits),
+                    best_logits=tuple(logits[0] for logits in top_logits),
+                )
             )
-        )
         known += accepted + 1
-    counts = {}
-    for name in dict.fromkeys(context_bucket(one.num_known) for one in passes):
-        inside = [one.num_accepted for one in passes if context_bucket(one.num_known) == name]
-        per_position = tuple(float(sum(accepted > k for accepted in inside)) for k in range(depth))
-        counts[name] = Counts(len(inside), per_position, 0)
+    counts = {name: Counts.of_passes(some, depth, 0) for name, some in by_context.items()}
     return Replayed(passes, unjudged, counts)
-
-
-def _choices(recorded: Recorded) -> list[int]:
-    """The verifier's choice of x_{p+1}, for each p."""
-    if recorded.choice_ids is None:
-        return recorded.ids[1:]
-    return recorded.choice_ids.tolist()
-
-
-def _agreement(drafted: list[int], wanted: list[int]) -> int:
-    for place, (one, other) in enumerate(zip(drafted, wanted)):
-        if one != other:
-            return place
-    return min(len(drafted), len(wanted))
 
 
 def _expect(
     drafter: Drafter, head: VerifierHead, recorded: Recorded, blocks: Blocks, depth: int, sampling: Sampling
 ) -> Replayed:
     assert recorded.last_states is not None
+    # 1. at each anchor and depth: the chance of the answer's own token, and of any token, to be accepted
     device = drafter.fc.weight.device
     ids = torch.tensor(recorded.ids, device=device)
-    draft_ids = drafter.to_verifier_ids(torch.arange(drafter.config.draft_vocab_size, device=device))
+    draft_ids = drafter.draft_ids
     place_of = torch.full((drafter.config.vocab_size,), -1, device=device)
     place_of[draft_ids] = torch.arange(len(draft_ids), device=device)
-    own, common = [], []
+    own_chances, any_chances = [], []
     for anchors, logits in blocks:
         q = probabilities(logits, sampling.temperature, sampling.top_p)
         at = anchors[:, None] + 1 + torch.arange(depth, device=device)
@@ -181,13 +170,14 @@ def _expect(
         p_of_token = p.gather(2, tokens[..., None])[..., 0]
         weight = torch.where(p_of_token > 0, q_of_token / p_of_token, (q_of_token > 0).float()).clamp(max=1)
         overlap = torch.minimum(q, p[..., draft_ids]).sum(-1)
-        own += torch.where(is_known, weight, torch.nan).tolist()
-        common += torch.where(is_known, overlap, torch.nan).tolist()
-    chance = [0.0] * (len(own) + depth + 1)
+        own_chances += torch.where(is_known, weight, torch.nan).tolist()
+        any_chances += torch.where(is_known, overlap, torch.nan).tolist()
+    # 2. from left to right: the chance that a pass begins at each place, and what it then accepts
+    chance = [0.0] * (len(own_chances) + depth + 1)
     chance[0] = 1.0
     sums: dict[str, list[float]] = {}
     unjudged = 0
-    for place, (weights, overlaps) in enumerate(zip(own, common)):
+    for place, (weights, overlaps) in enumerate(zip(own_chances, any_chances)):
         here = chance[place]
         if any(value != value for value in weights):
             unjudged += 1
@@ -205,27 +195,19 @@ def _expect(
 
 def total(replayed: list[tuple[Recorded, Replayed]], depth: int) -> dict[str, DatasetCounts]:
     """Add up, per data set."""
-    found: dict[str, DatasetCounts] = {}
+    datasets: dict[str, DatasetCounts] = {}
     for source in dict.fromkeys(recorded.source for recorded, _ in replayed):
-        mine = [(recorded, one) for recorded, one in replayed if recorded.source == source]
-        names = dict.fromkeys(name for _, one in mine for name in one.by_context)
-        contexts = {name: pool([o.by_context[name] for _, o in mine if name in o.by_context], depth) for name in names}
+        mine = [(recorded, one.by_context) for recorded, one in replayed if recorded.source == source]
+        names = dict.fromkeys(name for _, by_context in mine for name in by_context)
+        contexts = {name: pool([by[name] for _, by in mine if name in by], depth) for name in names}
         generated = sum(recorded.end - recorded.start for recorded, _ in mine)
         whole = pool(contexts.values(), depth)
-        found[source] = DatasetCounts(Counts(whole.num_drafts, whole.accepted_per_position, generated), contexts)
-    return found
-
-
-# ---- What the drafter would draft at every position of a known text, from one pass over it: no engine, no cache,
-# no loop.
-
-
-_MOST_SCORES = 1 << 24
-"""Attention scores, or logits, held at once: bounds memory whatever the row's length."""
+        datasets[source] = DatasetCounts(replace(whole, num_generated_tokens=generated), contexts)
+    return datasets
 
 
 def chain_logits(
-    drafter: Drafter, pair_ids: Tensor, aux_states: Tensor, anchors: Tensor, depth: int, said_ids: Tensor | None
+    drafter: Drafter, pair_ids: Tensor, aux_states: Tensor, anchors: Tensor, depth: int, own_ids: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The drafter's logits at every depth of every anchor.
 
@@ -235,7 +217,7 @@ def chain_logits(
         aux_states: g_i, [num_pairs, aux_size].
         anchors: positions in [0, num_pairs), ascending, int64, [num_anchors].
         depth: tokens per chain.
-        said_ids: for EAGLE-3, the token that the chain of anchor a goes on from after depth d at [a + d], int64; None:
+        own_ids: for EAGLE-3, the token that the chain of anchor a goes on from after depth d at [a + d], int64; None:
             its own greedy ones.
 
     Yields:
@@ -262,7 +244,7 @@ def chain_logits(
                 states = torch.cat([states, chain.masks(depth - 1)], 1)
             yield some, drafter.logits(drafter.norm(states))
         else:
-            yield some, chain.sequential(carried[some][:, None], depth, said_ids)
+            yield some, chain.sequential(carried[some][:, None], depth, own_ids)
 
 
 class _Chain:
@@ -280,17 +262,17 @@ class _Chain:
         entered = self._drafter.enter(*self._drafter.embed_masks(1))
         return self._drafter.carried_pass(entered, self._positions(1, count), self._attend)
 
-    def sequential(self, carried: Tensor, depth: int, said_ids: Tensor | None) -> Tensor:
+    def sequential(self, carried: Tensor, depth: int, own_ids: Tensor | None) -> Tensor:
         """Logits of EAGLE-3's steps, [num_anchors, depth, draft_vocab_size]."""
         logits = []
         for k in range(depth):
             normed = self._drafter.norm(carried)
             logits.append(self._drafter.logits(normed))
             if k + 1 < depth:
-                if said_ids is None:
+                if own_ids is None:
                     ids = self._drafter.to_verifier_ids(logits[-1].argmax(-1))
                 else:
-                    ids = said_ids[(self._anchors + k).clamp(max=len(said_ids) - 1)][:, None]
+                    ids = own_ids[(self._anchors + k).clamp(max=len(own_ids) - 1)][:, None]
                 entered = self._drafter.enter(self._drafter.embed_tokens(ids), self._drafter.fed_back(carried, normed))
                 carried = self._drafter.carried_pass(entered, self._positions(k + 1, 1), self._attend)
         return torch.cat(logits, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.engine import Answer, Engine, Request, Sampling
 from peagle.errors import DataError, StoreError
-from peagle.evaluate.compare import TIE_GAP, within_rounding
+from peagle.evaluate.compare import TIE_GAP, LogitGap, dtype_name
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.prompts import Item
 from peagle.evaluate.replay import Recorded, Replayed, replay
@@ -27,21 +27,41 @@ from peagle.verifier.weights import VerifierHead, load_head
 
 logger = logging.getLogger(__name__)
 _TAIL_BATCH = 16
+_ROWS_AT_ONCE = 16
+_CHOICES_AT_ONCE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """One answer that replay and decoding count differently, at the first pass that differs."""
+
+    row_id: str
+    num_known: int
+    """Tokens known before that pass."""
+    decoded_ids: tuple[int, ...]
+    """What the engine drafted there, empty if it had no such pass."""
+    replayed_ids: tuple[int, ...]
+    gap: LogitGap
+    """How far the drafter's logit of the engine's token lay behind replay's; None: it was none of the next choices."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """Whether replay and decoding count alike."""
 
-    equal: bool | None
     num_answers: int
     num_passes: int
-    found: list[Disagreement]
+    disagreements: list[Disagreement]
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether all compared answers are counted alike, ties excused; None where nothing was compared."""
+        return all(one.gap.is_tie for one in self.disagreements) if self.num_answers else None
 
     @property
     def is_within_rounding(self) -> bool:
         """Whether they count alike but for what half precision cannot tell apart."""
-        return all(one.is_within_rounding for one in self.found)
+        return all(one.gap.is_within_rounding for one in self.disagreements)
 
 
 def replay_recorded(
@@ -67,6 +87,7 @@ def replay_recorded(
             "--mode replay needs answers on record: rows of `peagle regenerate` (with --tail-tokens) in --data, or "
             "prepared rows in --data-path"
         )
+    # 1. where the answers' states come from
     weight = drafter.fc.weight
     head = load_head(verifier_config).to(weight.device, weight.dtype)
     off_policy = OffPolicy(dtype=weight.dtype)
@@ -77,12 +98,22 @@ def replay_recorded(
     else:
         verifier = TransformersVerifier(verifier_config, weight.dtype, weight.device)
         source = on_the_spot(verifier, drafter.config.aux_layer_ids, items, head, sampling.is_greedy, off_policy)
-    found = []
+    # 2. replay, keeping of each answer only what counting needs: not the states
+    replayed = []
     with log.progress("replay", len(items), "answers") as meter:
         for recorded in source:
-            found.append((_without_states(recorded), replay(drafter, head, recorded, depth, sampling)))
+            bare = replace(recorded, aux_states=recorded.aux_states[:0].clone(), choice_ids=None, last_states=None)
+            replayed.append((bare, replay(drafter, head, recorded, depth, sampling)))
             meter.advance(1)
-    return found, _notes(off_policy, [one for _, one in found], depth)
+    # 3. what limits the figures
+    notes = [] if off_policy.note is None else [off_policy.note]
+    unjudged = sum(one.num_unjudged for _, one in replayed)
+    if unjudged:
+        notes.append(
+            f"{unjudged} passes are left out, because their drafts run past the recorded answer's end: regenerate with "
+            f"--tail-tokens {depth} to count them"
+        )
+    return replayed, notes
 
 
 def replay_decoded(
@@ -118,7 +149,7 @@ def replay_decoded(
     if store is not None and stored:
         head = load_head(verifier.verifier_config).to(verifier.device, verifier.dtype)
         sources.append((stored, from_store(store, [items[i] for i in stored], head, True, OffPolicy())))
-    found: list[Disagreement] = []
+    disagreements: list[Disagreement] = []
     num_passes = 0
     with log.progress("replay what was decoded", len(items), "answers") as meter:
         for places, records in sources:
@@ -127,33 +158,41 @@ def replay_decoded(
                 num_passes += len(replayed.passes)
                 differing = disagreement(recorded, replayed, answers[place], drafter.fc.weight.dtype)
                 if differing is not None:
-                    found.append(differing)
+                    disagreements.append(differing)
                 meter.advance(1)
-    return Agreement(is_equal(found, len(items)), len(items), num_passes, found)
+    return Agreement(len(items), num_passes, disagreements)
 
 
-def _without_states(recorded: Recorded) -> Recorded:
-    """Only what counting needs: the states of thousands of answers are not kept."""
-    nothing = recorded.aux_states[:0].clone()
-    return Recorded(recorded.row_id, recorded.source, recorded.ids, recorded.start, recorded.end, nothing, None, None)
+def disagreement(recorded: Recorded, replayed: Replayed, answer: Answer, dtype: torch.dtype) -> Disagreement | None:
+    """Compare the passes of one answer, drafted in `dtype`; None where all are equal.
+
+    A replay without a tail cannot judge the last passes; those it left out are not compared.
+    """
+    decoded = answer.passes[: len(answer.passes) - replayed.num_unjudged]
+    for ours, theirs in zip(replayed.passes, decoded):
+        if (ours.num_known, ours.num_accepted) == (theirs.num_known, theirs.num_accepted):
+            continue
+        place = next((k for k, (a, b) in enumerate(zip(ours.draft_ids, theirs.draft_ids)) if a != b), None)
+        gap, largest = None, 0.0
+        if place is not None:
+            gap = dict(zip(ours.runner_up_ids[place], ours.runner_up_gaps[place])).get(theirs.draft_ids[place])
+            largest = ours.best_logits[place]
+        known, drafts = ours.num_known, (theirs.draft_ids, ours.draft_ids)
+        break
+    else:
+        if len(decoded) == len(replayed.passes):
+            return None
+        known, drafts, gap, largest = recorded.end, ((), ()), None, 0.0
+    return Disagreement(
+        row_id=recorded.row_id,
+        num_known=known,
+        decoded_ids=drafts[0],
+        replayed_ids=drafts[1],
+        gap=LogitGap(gap, largest, dtype),
+    )
 
 
-def _notes(off_policy: OffPolicy, replayed: Sequence[Replayed], depth: int) -> list[str]:
-    notes = [] if off_policy.note is None else [off_policy.note]
-    unjudged = sum(one.num_unjudged for one in replayed)
-    if unjudged:
-        notes.append(
-            f"{unjudged} passes are left out, because their drafts run past the recorded answer's end: regenerate with "
-            f"--tail-tokens {depth} to count them"
-        )
-    return notes
-
-
-# ---- Answers with their states, for replay: from the store, or from the verifier on the spot.
-
-
-_ROWS_AT_ONCE = 16
-_CHOICES_AT_ONCE = 256
+# Answers with their states: from the store, or from the verifier on the spot.
 
 
 @dataclass
@@ -170,14 +209,14 @@ class OffPolicy:
         """A warning where it matters."""
         if self.tokens <= self.judged // 1000:
             return None
-        found = f"{self.tokens} of {self.judged} recorded tokens are not the verifier's own greedy choice"
+        share = f"{self.tokens} of {self.judged} recorded tokens are not the verifier's own greedy choice"
         if self.dtype != torch.float32 and self.tokens <= self.judged // 50:
-            name = str(self.dtype).removeprefix("torch.")
             return (
-                f"{found}; so few are the rounding of {name}. Exact: --dtype float32, at `peagle regenerate` and here"
+                f"{share}; so few are the rounding of {dtype_name(self.dtype)}. Exact: --dtype float32, at `peagle "
+                "regenerate` and here"
             )
         return (
-            f"{found}: replay then only estimates acceptance. Let the verifier write the answers (`peagle regenerate`, "
+            f"{share}: replay then only estimates acceptance. Let the verifier write the answers (`peagle regenerate`, "
             "temperature 0)"
         )
 
@@ -197,8 +236,8 @@ def open_store(folder: Path, drafter: DrafterConfig) -> StoreReader:
     ):
         if found != wanted:
             raise StoreError(
-                f"{folder}: {label} {found}, the drafter reads {wanted}; extract again with the drafter's, or leave "
-                "--hidden-states-path away to have the verifier compute them"
+                f"{folder}: {label} {found}, the drafter reads {wanted}; extract again with the drafter's, or omit "
+                "--hidden-states-path to have the verifier compute them"
             )
     return reader
 
@@ -222,17 +261,16 @@ def from_store(
     for item in items:
         if last is None or last.row.row_id != item.row_id:
             last = reader.read(item.row_id)
-        ids = [*item.prompt_ids, *(item.recorded_ids or []), *item.tail_ids]
+        ids = item.ids
         if last.row.input_ids[: len(ids)] != ids:
             raise StoreError(f"{reader.folder}: row {item.row_id} was stored with other tokens; extract again")
         states = torch.zeros(len(last.row.input_ids), last.last_states.shape[1], dtype=last.last_states.dtype)
         states[last.label_pos] = last.last_states
-        end = item.start + len(item.recorded_ids or [])
         choices = None
         if is_greedy:
             positions = last.label_pos[(last.label_pos >= item.start) & (last.label_pos + 1 < len(ids))]
             choices = choices_at(head, states, ids, positions, off_policy)
-        yield Recorded(item.row_id, item.source, ids, item.start, end, last.aux_states, choices, states)
+        yield _recorded(item, ids, last.aux_states, choices, states)
 
 
 def on_the_spot(
@@ -245,13 +283,27 @@ def on_the_spot(
 ) -> Iterator[Recorded]:
     """Recorded answers whose states the verifier computes now. With no `head`, the tokens are known to be its own."""
     for some in (items[i : i + _ROWS_AT_ONCE] for i in range(0, len(items), _ROWS_AT_ONCE)):
-        rows = [[*item.prompt_ids, *(item.recorded_ids or []), *item.tail_ids] for item in some]
+        rows = [item.ids for item in some]
         for item, ids, (aux, last) in zip(some, rows, verifier.states(rows, aux_layer_ids)):
-            end = item.start + len(item.recorded_ids or [])
             choices = None
             if head is not None and is_greedy:
                 choices = choices_at(head, last, ids, torch.arange(item.start, len(ids) - 1), off_policy)
-            yield Recorded(item.row_id, item.source, ids, item.start, end, aux, choices, last)
+            yield _recorded(item, ids, aux, choices, last)
+
+
+def _recorded(
+    item: Item, ids: list[int], aux_states: Tensor, choice_ids: Tensor | None, last_states: Tensor
+) -> Recorded:
+    return Recorded(
+        row_id=item.row_id,
+        source=item.source,
+        ids=ids,
+        start=item.start,
+        end=item.start + len(item.recorded_ids or []),
+        aux_states=aux_states,
+        choice_ids=choice_ids,
+        last_states=last_states,
+    )
 
 
 def with_tails(
@@ -262,8 +314,7 @@ def with_tails(
     whole = [[*item.prompt_ids, *answer.ids] for item, answer in zip(items, answers)]
     tails = plain.generate([Request(ids, depth) for ids in whole])
     return [
-        Item(item.row_id, item.source, item.prompt_ids, answer.ids, tail.ids, item.limit)
-        for item, answer, tail in zip(items, answers, tails)
+        replace(item, recorded_ids=answer.ids, tail_ids=tail.ids) for item, answer, tail in zip(items, answers, tails)
     ]
 
 
@@ -278,67 +329,10 @@ def choices_at(
     tokens = torch.tensor(ids)
     for some in positions.split(_CHOICES_AT_ONCE):
         logits = head.logits(head.normed(last_states[some].to(head.weight.device))).float().cpu()
-        said = tokens[some + 1]
+        recorded_ids = tokens[some + 1]
         best = logits.max(-1)
-        is_own = best.values - logits.gather(1, said[:, None])[:, 0] < TIE_GAP
-        choices[some] = torch.where(is_own, said, best.indices)
+        is_own = best.values - logits.gather(1, recorded_ids[:, None])[:, 0] < TIE_GAP
+        choices[some] = torch.where(is_own, recorded_ids, best.indices)
         off_policy.tokens += int((~is_own).sum())
         off_policy.judged += len(some)
     return choices
-
-
-# ---- Do replay and decoding count alike? Pass by pass, a difference being excused only by a logit gap that is
-# shown.
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """One answer that the two count differently, at the first pass that differs."""
-
-    row_id: str
-    num_known: int
-    """Tokens known before that pass."""
-    decoded_ids: tuple[int, ...]
-    """What the engine drafted there, empty if it had no such pass."""
-    replayed_ids: tuple[int, ...]
-    gap: float | None
-    """How far the drafter's logit of the engine's token lay behind replay's; None: it was none of the next choices."""
-    largest: float
-    """The drafter's largest logit there; 0 where no logit decided."""
-    dtype: torch.dtype
-    """In which the drafter computes."""
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether the two choices are level: the one excuse that counts."""
-        return self.gap is not None and self.gap < TIE_GAP
-
-    @property
-    def is_within_rounding(self) -> bool:
-        """Whether a half-precision drafter cannot tell the two choices apart. Never so in float32."""
-        return self.is_tie or (self.gap is not None and within_rounding(self.gap, self.largest, self.dtype))
-
-
-def disagreement(recorded: Recorded, replayed: Replayed, answer: Answer, dtype: torch.dtype) -> Disagreement | None:
-    """Compare the passes of one answer, drafted in `dtype`; None where all are equal.
-
-    A replay without a tail cannot judge the last passes; those it left out are not compared.
-    """
-    decoded = answer.passes[: len(answer.passes) - replayed.num_unjudged]
-    for ours, theirs in zip(replayed.passes, decoded):
-        if (ours.num_known, ours.num_accepted) == (theirs.num_known, theirs.num_accepted):
-            continue
-        place = next((k for k, (a, b) in enumerate(zip(ours.draft_ids, theirs.draft_ids)) if a != b), None)
-        gap, largest = None, 0.0
-        if place is not None:
-            gap = dict(zip(ours.runner_up_ids[place], ours.runner_up_gaps[place])).get(theirs.draft_ids[place])
-            largest = ours.best_logits[place]
-        return Disagreement(recorded.row_id, ours.num_known, theirs.draft_ids, ours.draft_ids, gap, largest, dtype)
-    if len(decoded) != len(replayed.passes):
-        return Disagreement(recorded.row_id, recorded.end, (), (), None, 0.0, dtype)
-    return None
-
-
-def is_equal(found: Sequence[Disagreement], num_compared: int) -> bool | None:
-    """Whether all compared answers are counted alike, ties excused; None where nothing was compared."""
-    return all(one.is_tie for one in found) if num_compared else None

@@ -1,7 +1,8 @@
-"""Acceptance of a drafter that a vLLM server runs: its own counters, as differences around our prompts."""
+"""A drafter that a vLLM server runs: acceptance from the server's own counters, and its speed under load."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import statistics
@@ -15,7 +16,10 @@ import httpx
 
 from peagle import log
 from peagle.errors import EndpointError
-from peagle.evaluate.counts import Counts, pool
+from peagle.evaluate.config import EvaluateConfig
+from peagle.evaluate.counts import Counts, DatasetCounts, pool
+from peagle.evaluate.prompts import DEFAULT_LIMIT, Read, by_source
+from peagle.evaluate.results import Outcome, Served
 from peagle.regenerate.answers import Answered, Prompt
 from peagle.regenerate.generation import Generation, GenerationSettings
 from peagle.verifier.model_config import VerifierConfig
@@ -28,6 +32,72 @@ logger = logging.getLogger(__name__)
 _SETTLE_PAUSE_S, _SETTLE_S = 0.2, 10.0
 
 
+def measure_served(
+    config: EvaluateConfig, verifier_config: VerifierConfig, eos_token_ids: tuple[int, ...], read: Read, depth: int
+) -> Outcome:
+    """Answer the prompts of each data set by a server and read its counters; then measure it under load, if asked to.
+
+    Args:
+        config: endpoints, sampling, limits.
+        verifier_config: the verifier.
+        eos_token_ids: tokens that end an answer.
+        read: the prompts; those that the server refuses are dropped.
+        depth: drafted tokens per pass that are expected; the server's own number counts.
+    """
+    notes = []
+    if config.num_speculative_tokens is not None:
+        notes.append("--num-speculative-tokens is the server's to choose; the table shows what it drafted")
+    # 1. acceptance, a data set at a time
+    policy = RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s)
+    endpoints = AnswerEndpoints(config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy)
+    limit = config.max_new_tokens or DEFAULT_LIMIT
+    settings = GenerationSettings(limit, eos_token_ids, config.temperature, config.top_p, 0)
+    served = ServedDrafter(verifier_config, settings, endpoints)
+    datasets, seconds, generated = {}, 0.0, 0
+    try:
+        for source, places in by_source(read.items).items():
+            items = [read.items[place] for place in places if read.items[place].start < served.max_tokens]
+            prompts = [Prompt(f"{place}", item.prompt_ids, config.seed + place) for place, item in enumerate(items)]
+            if not prompts:
+                continue
+            run = served.run(prompts)
+            datasets[source] = DatasetCounts(run.counts, {})
+            seconds += run.seconds
+            generated += run.counts.num_generated_tokens
+            for row_id, words in run.refused.items():
+                read.drop(items[int(row_id)].row_id, f"refused by the server: {words}")
+    finally:
+        served.close()
+    depth = max((one.total.num_speculative_tokens for one in datasets.values()), default=depth)
+    datasets = {name: one for name, one in datasets.items() if one.total.num_speculative_tokens == depth}
+    # 2. speed at each concurrency
+    prompt_ids = [item.prompt_ids for item in read.items if len(item.prompt_ids) + limit <= served.max_tokens]
+    loads = _loads(config, prompt_ids, limit, eos_token_ids) if config.concurrencies and prompt_ids else []
+    speed = Served(generated / seconds if seconds else None, loads)
+    return Outcome(depth=depth, datasets=datasets, notes=notes, served=speed)
+
+
+def _loads(
+    config: EvaluateConfig, prompts: list[list[int]], limit: int, eos_token_ids: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """Tokens/s and latencies at each of --concurrencies, beside a server without a drafter if there is one."""
+    settings = {
+        "max_tokens": limit,
+        "temperature": config.temperature,
+        "top_p": config.top_p if config.temperature > 0 else 1.0,
+        "ignore_eos": True,
+        "stop_token_ids": list(eos_token_ids),
+        "return_token_ids": True,
+    }
+    with contextlib.ExitStack() as open_servers:
+        servers: list[LoadedServer] = []
+        for url in (config.endpoint[0], *((config.plain_endpoint,) if config.plain_endpoint else ())):
+            name = config.served_model_name if not servers else None
+            server = LoadedServer(url, config.api_key, name, config.request_timeout_s, max(config.concurrencies))
+            servers.append(open_servers.enter_context(contextlib.closing(server)))
+        return under_load(servers[0], servers[1] if len(servers) > 1 else None, prompts, settings, config.concurrencies)
+
+
 @dataclass(frozen=True)
 class ServedRun:
     """What a server made of some prompts."""
@@ -35,16 +105,11 @@ class ServedRun:
     counts: Counts
     """From its counters, all engines and all endpoints together."""
     generations: dict[str, Generation]
-    """By row id; prompts that the server refused are not in it."""
+    """By row id; without the prompts that the server refused."""
     refused: dict[str, str]
     """Row id -> the server's words."""
     seconds: float
     """From the first prompt to the last answer."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens per second, over all requests under way."""
-        return self.counts.num_generated_tokens / self.seconds
 
 
 class ServedDrafter:
@@ -132,8 +197,7 @@ def _settled(endpoint: Endpoint) -> Reading:
         last = now
 
 
-# ---- A served model under load: tokens per second, time to the first token, time between tokens, at given
-# concurrencies.
+# Under load: tokens per second, time to the first token, time between tokens, at given concurrencies.
 
 
 @dataclass(frozen=True)
@@ -152,7 +216,7 @@ class Streamed:
         return 1e3 * (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Load:
     """One server at one concurrency."""
 
@@ -234,18 +298,18 @@ class LoadedServer:
         with ThreadPoolExecutor(concurrency) as pool, log.progress(f"{concurrency} at once", count, "answers") as meter:
             began_s = time.perf_counter()
             jobs = [pool.submit(self.stream, prompts[i % len(prompts)], settings) for i in range(count)]
-            found = []
+            streamed = []
             for job in jobs:
-                found.append(job.result())
+                streamed.append(job.result())
                 meter.advance(1)
             seconds = time.perf_counter() - began_s
-        between = [one.between_ms for one in found if one.between_ms is not None]
+        between = [one.between_ms for one in streamed if one.between_ms is not None]
         return Load(
-            concurrency,
-            count,
-            sum(one.num_tokens for one in found) / seconds,
-            1e3 * statistics.median(one.first_s for one in found),
-            statistics.median(between) if between else None,
+            concurrency=concurrency,
+            requests=count,
+            tokens_per_s=sum(one.num_tokens for one in streamed) / seconds,
+            ttft_ms=1e3 * statistics.median(one.first_s for one in streamed),
+            itl_ms=statistics.median(between) if between else None,
         )
 
     def warm(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any], concurrency: int) -> None:
@@ -271,11 +335,11 @@ def under_load(
     for one in (server, plain):
         if one is not None:
             one.warm(prompts, settings, most)
-    found = []
+    points = []
     for concurrency in concurrencies:
         point = asdict(server.measure(prompts, settings, concurrency))
         if plain is not None:
             beside = asdict(plain.measure(prompts, settings, concurrency))
             point |= {f"plain_{key}": beside[key] for key in ("tokens_per_s", "ttft_ms", "itl_ms")}
-        found.append(point)
-    return found
+        points.append(point)
+    return points

@@ -11,6 +11,7 @@ from peagle.drafter.card import CARD, card, run_facts
 from peagle.drafter.checkpoint import CONFIG, find, read_config, read_weights
 from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import CheckpointError, ConfigError
+from peagle.evaluate.counts import card_section
 from peagle.files import whole_folder
 from peagle.report.config import PushConfig
 from peagle.report.data import EVALUATION, read_json
@@ -50,7 +51,7 @@ def gather(folder: Path, target: Path, evaluation: Path | None, license_name: st
     found = find_evaluation(folder, evaluation)
     if found is None:
         logger.warning("no %s found for the card's table; `peagle evaluate` makes one", EVALUATION)
-    text = card(config, run_facts(folder), found, license_name)
+    text = card(config, run_facts(folder), card_section(found), license_name)
     (target / CARD).write_text(text, encoding="utf-8")
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.drafter.card import public_name
-from peagle.evaluate.best_k import Expected, PassCost, best, expected_speedups
-from peagle.evaluate.counts import CONVENTION
+from peagle.evaluate.counts import CONVENTION, Expected, PassCost, best, expected_speedups
 from peagle.report.charts import NUM_COLOURS, Axis, Series, bar_chart, line_chart, percent, plain
 from peagle.report.data import Record
 from peagle.report.page import MISSING, Card, Chart, Grid, Line, Section, in_percent, number, ratio
