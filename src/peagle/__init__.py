@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from peagle._version import __version__
 
 if TYPE_CHECKING:
-    from peagle.api import Pair as Pair
+    from peagle.api import SpeculativeModel as SpeculativeModel
     from peagle.api import Written as Written
     from peagle.api import load as load
     from peagle.api import read as read
 
-__all__ = ["Pair", "Written", "__version__", "load", "read"]
+__all__ = ["SpeculativeModel", "Written", "__version__", "load", "read"]
 
 
 def __getattr__(name: str) -> Any:
     """Load the Python interface when it is first asked for: `peagle --help` must not wait for torch."""
-    if name in ("Pair", "Written", "load", "read"):
+    if name in __all__:
         from peagle import api
 
         return getattr(api, name)

@@ -1,7 +1,8 @@
-"""Python's front door: a drafter with its verifier as one object, to lay out, to train a step, to write answers.
+"""The Python interface: a drafter with its verifier as one object that lays out, trains a step, writes answers.
 
-In: a checkpoint, a store. Out: what the rooms give, made from the defaults of the commands. Nothing is decided here
-that a room does not decide; whoever wants another setting calls the room. Public: `load`, `read`, `Pair`, `Written`.
+In: a checkpoint, a store. Out: what the packages give, made with the defaults of the commands. Nothing is decided here
+that a package does not decide; for another setting, call the package. Public: `load`, `read`, `SpeculativeModel`,
+`Written`.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Pair:
+class SpeculativeModel:
     """A drafter and the verifier that it was trained for. The verifier is loaded when it is first needed."""
 
     drafter: Drafter
     verifier_config: VerifierConfig
-    """The verifier's sizes, ids and places, from its configuration."""
+    """The verifier's sizes, token ids and tensor names, from its configuration."""
     trust_remote_code: bool
 
     @property
     def device(self) -> torch.device:
-        """Where both live."""
+        """Where both compute."""
         return self.drafter.fc.weight.device
 
     @cached_property
@@ -149,23 +150,22 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: str = "auto",
     trust_remote_code: bool = False,
-) -> Pair:
-    """Load a drafter, and find the verifier that it names.
+) -> SpeculativeModel:
+    """Load a drafter, and the configuration of the verifier that it names.
 
     Args:
         checkpoint: a folder or a hub id.
         verifier: a folder or hub id in place of the one that the checkpoint names.
-        dtype: in which both compute. Halves (`torch.bfloat16`) are usual on a GPU.
+        dtype: in which both compute; `torch.bfloat16` is usual on a GPU.
         device: "cpu", "cuda", "cuda:1"; "auto": the first GPU, else the CPU.
         trust_remote_code: let the verifier's own code run.
 
     Raises:
-        PeagleError: what of the two cannot be used, by name.
+        PeagleError: the checkpoint or the verifier cannot be used; the message says which and why.
     """
     drafter = drafter_checkpoint.load(str(checkpoint), dtype, resolve_device(device))
-    return Pair(
-        drafter, load_verifier_config(verifier or drafter.config.verifier, trust_remote_code), trust_remote_code
-    )
+    verifier_config = load_verifier_config(verifier or drafter.config.verifier, trust_remote_code)
+    return SpeculativeModel(drafter, verifier_config, trust_remote_code)
 
 
 def read(hidden_states: str | Path, num_rows: int, start: int = 0) -> Batch:
@@ -173,7 +173,7 @@ def read(hidden_states: str | Path, num_rows: int, start: int = 0) -> Batch:
 
     Args:
         hidden_states: the store's folder.
-        num_rows, start: how many rows, from which on.
+        num_rows, start: how many rows, and the index of the first.
     """
     store = StoreReader.open(Path(hidden_states))
     return pack([store.read(row_id) for row_id in store.row_ids[start : start + num_rows]], None)

@@ -11,16 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
-import yaml
 
 from peagle.errors import PeagleError
-from peagle.files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ def take_lock(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     until_s = time.monotonic() + _LOCK_WAIT_S
-    has_said = False
+    is_announced = False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,49 +49,54 @@ def take_lock(folder: Path) -> int:
             if time.monotonic() > until_s:
                 os.close(lock)
                 raise PeagleError(f"{folder}: another `peagle run` is at work here; wait for it or stop it") from None
-            if not has_said:
+            if not is_announced:
                 logger.info("%s: waiting for an earlier run to end", folder)
-                has_said = True
+                is_announced = True
             time.sleep(0.5)
 
 
-def run_process(command: Sequence[str], lock: int) -> int:
+def run_process(command: Sequence[str], lock: int, environment: Mapping[str, str]) -> int:
     """Run a command to its end, pass SIGTERM on to it, and leave Ctrl-C to it.
 
+    Args:
+        command: the command line.
+        lock: inherited by the process (`take_lock`).
+        environment: variables added to this process's own.
+
     Returns:
-        Its exit status (negative: a signal). Never 0 after a SIGTERM: who asked to stop does not want the next command.
+        Its exit status (negative: a signal). Never 0 after a SIGTERM: whoever wants to stop does not want the next
+        command.
     """
-    process = subprocess.Popen(command, pass_fds=(lock,), preexec_fn=_end_with_parent())
-    with _signals_to(process) as has_stopped:
-        return process.wait() or (-signal.SIGTERM if has_stopped else 0)
+    process = subprocess.Popen(
+        command, pass_fds=(lock,), env={**os.environ, **environment}, preexec_fn=_end_with_parent()
+    )
+    with _signals_to(process) as passed_on:
+        return process.wait() or (-signal.SIGTERM if passed_on else 0)
 
 
 class Server:
-    """A recipe's vLLM, started when first needed."""
+    """A server process with children of its own."""
 
-    def __init__(self, verifier: str, output: Path, settings: dict[str, Any] | None) -> None:
-        self._verifier, self._output, self._settings = verifier, output, settings
-        self._process: subprocess.Popen | None = None
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent())
 
-    def start(self) -> int:
-        """Start it, unless it runs, and wait until it answers; 0, or the status it ended with."""
-        if self._process is not None or self._settings is None:
-            return 0
-        settings = {"hidden_states_path": str(self._output / "hidden_states"), **self._settings}
-        port = str(settings.pop("port", 8000))
-        extra = [str(part) for part in settings.pop("extra_args", [])]
-        settings_file = self._output / "settings" / "launch-vllm.yaml"
-        with whole_file(settings_file) as temporary:
-            temporary.write_text(
-                yaml.safe_dump({"model": self._verifier, **settings}, sort_keys=False), encoding="utf-8"
-            )
-        command = [sys.executable, "-m", "peagle", "launch-vllm", "--config", str(settings_file), "--", "--port", port]
-        self._process = subprocess.Popen([*command, *extra], start_new_session=True, preexec_fn=_end_with_parent())
-        return self._wait_ready(f"http://localhost:{port}/health", float(settings.get("ready_timeout_s", 1800)))
+    def wait_ready(self, address: str, timeout_s: float) -> int:
+        """Wait until `address` answers; returns 0, or the status that the server ended with, which is then gone."""
+        until_s = time.monotonic() + timeout_s
+        while time.monotonic() < until_s:
+            status = self._process.poll()
+            if status is not None:
+                return status or 1
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(address, timeout=5).status_code == 200:
+                    return 0
+            time.sleep(1.0)
+        logger.error("%s: not ready after %.0f s", address, timeout_s)
+        return 1
 
     def stop(self) -> None:
         """Stop it, with all its processes."""
-        if self._process is None:
+        if self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGINT)
         try:
@@ -103,23 +105,6 @@ class Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._process = None
-
-    def _wait_ready(self, address: str, timeout_s: float) -> int:
-        assert self._process is not None
-        until_s = time.monotonic() + timeout_s
-        while time.monotonic() < until_s:
-            status = self._process.poll()
-            if status is not None:
-                self._process = None
-                return status or 1
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(address, timeout=5).status_code == 200:
-                    return 0
-            time.sleep(1.0)
-        logger.error("%s: not ready after %.0f s", address, timeout_s)
-        self.stop()
-        return 1
 
 
 def _end_with_parent() -> Callable[[], None] | None:
@@ -132,21 +117,21 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 @contextmanager
 def _signals_to(process: subprocess.Popen) -> Iterator[list[int]]:
-    """Hand SIGTERM on to a child. Ctrl-C reaches it from the terminal, so here it is only not died of.
+    """Pass SIGTERM on to a child. Ctrl-C is ignored here: the terminal sends it to the child too, which ends first.
 
     Yields:
-        The signals that were handed on so far.
+        The signals that were passed on so far.
     """
-    handed: list[int] = []
+    passed_on: list[int] = []
 
-    def hand_on(number: int, frame: object) -> None:
-        handed.append(number)
+    def pass_on(number: int, frame: object) -> None:
+        passed_on.append(number)
         process.send_signal(number)
 
-    old_term = signal.signal(signal.SIGTERM, hand_on)
+    old_term = signal.signal(signal.SIGTERM, pass_on)
     old_int = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        yield handed
+        yield passed_on
     finally:
         signal.signal(signal.SIGTERM, old_term)
         signal.signal(signal.SIGINT, old_int)

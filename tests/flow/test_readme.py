@@ -54,7 +54,7 @@ def test_the_readmes_example_runs_and_does_what_it_says(run, monkeypatch, capsys
     exec(compile(example, "README.md", "exec"), names)
     assert names["slots"].num_slots > 0
     assert names["result"].loss_sum.sum() > 0
-    assert names["pair"].drafter.mask_hidden.grad.abs().sum() > 0
+    assert names["model"].drafter.mask_hidden.grad.abs().sum() > 0
     assert 0 < len(names["written"].answer.ids) <= 80
     assert all(0 <= accepted <= 4 for accepted in names["written"].accepted)
     assert "loss per depth" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The demo walks the whole road with the shipped verifier, and refuses to overwrite what it did not make."""
+"""The demo runs the whole pipeline with the shipped verifier, and refuses to overwrite what it did not make."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from peagle.errors import PeagleError
-from peagle.pipeline.demo import DemoConfig, Places, clear, demo, show, verdict
+from peagle.pipeline.config import DemoConfig
+from peagle.pipeline.demo import clear, demo, show, verdict
 
 FIGURES = {
     "pooled": {"acceptance_length": 2.2},
@@ -19,7 +20,7 @@ FIGURES = {
 
 
 @pytest.mark.slow
-def test_the_demo_walks_the_whole_road_and_leaves_its_figures(tmp_path):
+def test_the_demo_runs_the_whole_pipeline_and_leaves_its_figures(tmp_path):
     status = demo(DemoConfig(output=tmp_path / "demo", questions=8, test_questions=2, steps=2))
     figures = json.loads((tmp_path / "demo" / "evaluation.json").read_text())
     assert status == 0
@@ -47,7 +48,7 @@ def test_a_folder_that_no_demo_made_is_left_alone(tmp_path):
 
 def test_the_end_tells_speed_proof_and_places(tmp_path):
     out = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(FIGURES, Places(tmp_path), 200.0, out)
+    show(FIGURES, tmp_path, 200.0, out)
     text = out.export_text()
     assert "2.20 tokens per verifier pass" in text
     assert "1.50 times as fast" in text

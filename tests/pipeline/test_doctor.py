@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from peagle.pipeline import doctor as doctor_environment
-from peagle.pipeline import doctor as doctor_model
-from peagle.pipeline.doctor import DoctorConfig, Finding, doctor, examine
+from peagle.pipeline import doctor as doctor_module
+from peagle.pipeline.config import DoctorConfig
+from peagle.pipeline.doctor import Finding, doctor, examine
 from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm.support import Engine
 from tests.fakes import BYTE_VOCABULARY, byte_tokenizer, tiny_verifier
@@ -28,7 +28,7 @@ def verifier(tmp_path):
     return tiny_verifier(tmp_path / "verifier", "qwen3", tokenizer=byte_tokenizer(), vocab_size=BYTE_VOCABULARY + 5)
 
 
-def test_a_sound_verifier_walks_the_whole_road(verifier, tmp_path):
+def test_a_sound_verifier_passes_the_whole_pipeline(verifier, tmp_path):
     found = findings(model=str(verifier), num_layers=1, seq_length=400, max_samples=1000, output=tmp_path)
     assert [f for f in found.values() if f.state == "fail"] == []
     assert found["training"].message.startswith("one step: loss ")
@@ -120,17 +120,17 @@ def test_what_vllm_lacks_for_a_family_is_said(tmp_path):
     gemma = load_verifier_config(str(tiny_verifier(tmp_path / "g", "gemma3_text", tokenizer=byte_tokenizer())), False)
     qwen = load_verifier_config(str(tiny_verifier(tmp_path / "q", "qwen3", tokenizer=byte_tokenizer())), False)
     llama = load_verifier_config(str(tiny_verifier(tmp_path / "l", "llama", tokenizer=byte_tokenizer())), False)
-    assert "TransformersForCausalLM" in doctor_model.serving(gemma, engine).message
-    assert doctor_model.serving(qwen, engine).state == "ok"
-    assert "does not list LlamaForCausalLM" in doctor_model.serving(llama, engine).message
-    assert "not installed" in doctor_model.serving(llama, None).message
+    assert "TransformersForCausalLM" in doctor_module.serving(gemma, engine).message
+    assert doctor_module.serving(qwen, engine).state == "ok"
+    assert "does not list LlamaForCausalLM" in doctor_module.serving(llama, engine).message
+    assert "not installed" in doctor_module.serving(llama, None).message
 
 
 def test_an_old_package_and_an_old_vllm_are_failures(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0")
-    assert doctor_environment._package("torch", (2, 9)).state == "fail"
-    monkeypatch.setattr(doctor_environment, "engine_here", lambda: Engine("0.11.0", "", None))
-    assert "0.28 is the first" in doctor_environment._vllm().message
+    assert doctor_module._package("torch", (2, 9)).state == "fail"
+    monkeypatch.setattr(doctor_module, "engine_here", lambda: Engine("0.11.0", "", None))
+    assert "0.28 is the first" in doctor_module._vllm().message
 
 
 def test_a_missing_model_is_one_line_and_status_1_and_json_is_json(tmp_path, capsys):
@@ -149,4 +149,4 @@ def test_memory_of_the_control_group_counts(tmp_path, monkeypatch):
         return values.get(str(path)) or real(path, *args, **given)
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert doctor_environment.available_memory() == 2000.0
+    assert doctor_module.available_memory() == 2000.0

@@ -1,30 +1,108 @@
-"""The arithmetic of plans, against figures that were worked out by hand."""
+"""What is to be done, by contents; and the arithmetic of plans, against figures that were worked out by hand."""
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from peagle.pipeline import plan as show_plan
+from peagle.pipeline import plan as plans
 from peagle.pipeline.plan import (
+    Fingerprints,
     Rows,
     count_rows,
     drafter_parameters,
     estimate,
+    key_of,
+    plan,
     slots_per_supervised,
     store_bytes,
     training_bytes,
     training_epochs,
     training_work,
 )
-from peagle.pipeline.recipe import find, read, stages
-from peagle.pipeline.run import plan
+from peagle.pipeline.recipe import Stage, find, read, stages
 from peagle.train.config import TrainConfig
 
 RECIPE = read(find("qwen3-8b"), None, ())
 SIZES = RECIPE.sizes
+
+
+def training(**given) -> TrainConfig:
+    paths = {"verifier_name_or_path": "v", "data_path": "d", "hidden_states_path": "h", "save_path": "s"}
+    return TrainConfig.build({**paths, **given})
+
+
+def test_equal_contents_have_equal_hashes_wherever_and_whenever(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "sub" / "x.json").write_text("1")
+    os.utime(tmp_path / "b" / "sub" / "x.json", (1, 1))
+    prints = Fingerprints(tmp_path)
+    assert prints.of(tmp_path / "a") == prints.of(tmp_path / "b")
+    (tmp_path / "b" / "sub" / "x.json").write_text("2")
+    assert prints.of(tmp_path / "a") != prints.of(tmp_path / "b")
+
+
+def test_a_renamed_file_changes_the_folder_and_what_only_tells_about_a_run_does_not(tmp_path):
+    folder = tmp_path / "f"
+    folder.mkdir()
+    (folder / "x").write_text("1")
+    prints = Fingerprints(tmp_path)
+    before = prints.of(folder)
+    (folder / "manifest.json").write_text("{}")
+    (folder / ".lock").write_text("")
+    assert prints.of(folder) == before
+    (folder / "x").rename(folder / "y")
+    assert prints.of(folder) != before
+
+
+def test_nothing_there_has_no_hash(tmp_path):
+    prints = Fingerprints(tmp_path)
+    assert prints.of(tmp_path / "gone") is None
+    (tmp_path / "empty").mkdir()
+    assert prints.of(tmp_path / "empty") is None
+
+
+def test_a_file_is_read_again_only_if_size_or_time_changed(tmp_path, monkeypatch):
+    read = []
+    real = plans.sha256_file
+    monkeypatch.setattr(plans, "sha256_file", lambda path: read.append(path.name) or real(path))
+    file = tmp_path / "big"
+    file.write_text("1")
+    first = Fingerprints(tmp_path)
+    digest = first.of(file)
+    first.save()
+    assert Fingerprints(tmp_path).of(file) == digest
+    assert read == ["big"]
+    (tmp_path / ".hashes.json").write_text("not json")
+    assert Fingerprints(tmp_path).of(file) == digest
+
+
+def test_a_key_follows_settings_and_inputs_but_not_the_place_of_the_run():
+    def key(root: str, seed: int, digest: str) -> str:
+        config = training(seed=seed, save_path=f"{root}/c")
+        stage = Stage(name="train", config=config, inputs=(), output=Path(root), uses_server=False, root=Path(root))
+        return key_of(stage, {f"{root}/prepared": digest})
+
+    assert key("/x/run", 1, "h") == key("/y", 1, "h")
+    assert key("/x/run", 1, "h") != key("/x/run", 2, "h")
+    assert key("/x/run", 1, "h") != key("/x/run", 1, "i")
+
+
+def test_a_store_stands_for_itself_by_its_checksums(tmp_path):
+    (tmp_path / "store.json").write_text("{}")
+    (tmp_path / "shard-0.json").write_text('{"sha256": "a"}')
+    (tmp_path / "shard-0.safetensors").write_bytes(b"large")
+    prints = Fingerprints(tmp_path.parent)
+    before = prints.of(tmp_path)
+    (tmp_path / "shard-0.safetensors").write_bytes(b"never read")
+    assert prints.of(tmp_path) == before
+    (tmp_path / "shard-0.json").write_text('{"sha256": "bb"}')
+    assert prints.of(tmp_path) != before
 
 
 def test_a_qwen3_8b_drafter_has_the_parameters_that_the_docs_say():
@@ -32,8 +110,8 @@ def test_a_qwen3_8b_drafter_has_the_parameters_that_the_docs_say():
 
 
 def test_its_training_takes_what_the_scaling_guide_says():
-    def gb(pack_tokens, **changes):
-        return training_bytes(SIZES, 4, 151936, pack_tokens, **changes) / 1e9
+    def gb(pack_tokens, num_shards=1, **given):
+        return training_bytes(SIZES, training(total_seq_len=pack_tokens, **given), num_shards) / 1e9
 
     assert [round(gb(tokens)) for tokens in (4096, 8192, 20480, 65536)] == [35, 37, 43, 67]
     assert gb(8192) - gb(8192, optimizer="muon") == pytest.approx(3.2, abs=0.05)
@@ -41,7 +119,7 @@ def test_its_training_takes_what_the_scaling_guide_says():
     assert gb(8192) - gb(8192, num_shards=2) == pytest.approx(23.5 / 2, abs=0.05)
     assert gb(131_072, activation_checkpointing=True) == pytest.approx(48, abs=0.5)
     # a pruned head is held beside the verifier's
-    assert training_bytes(SIZES, 4, 32000, 8192) / 1e9 == pytest.approx(gb(8192) + 2 * 32000 * 4096 / 1e9, abs=0.01)
+    assert gb(8192, draft_vocab_size=32000) == pytest.approx(gb(8192) + 2 * 32000 * 4096 / 1e9, abs=0.01)
 
 
 def test_a_plan_takes_the_optimizer_that_training_takes():
@@ -68,19 +146,19 @@ def test_states_of_six_million_tokens_take_177_gb():
 def test_slots_and_work_follow_the_ratios_down_to_the_floor():
     assert slots_per_supervised(4, 0.7, 0.2) == pytest.approx(2.533)
     assert slots_per_supervised(8, 0.5, 0.2) == pytest.approx(1 + 0.5 + 0.25 + 5 * 0.2)
-    work = training_work(Rows(1, 1000, 600, True), SIZES, {"num_layers": 4, "num_depths": 4})
+    work = training_work(Rows(1, 1000, 600, True), SIZES, training())
     assert work / 1000 == pytest.approx(6.85e9, rel=0.01)
 
 
 def test_a_limit_of_steps_ends_the_epochs_and_their_checkpoints():
     rows = Rows(1000, 170_000, 90_000, True)
-    settings = {"epochs": 100, "max_steps": 560, "total_seq_len": 1024}
-    assert training_epochs(rows, settings, 1) == pytest.approx(3.37, abs=0.01)
-    assert training_epochs(rows, {**settings, "gradient_accumulation_steps": 2}, 2) == pytest.approx(13.5, abs=0.01)
-    assert training_epochs(rows, {"epochs": 3}, 1) == 3
+    limited = {"epochs": 100, "max_steps": 560, "total_seq_len": 1024}
+    assert training_epochs(rows, training(**limited), 1) == pytest.approx(3.37, abs=0.01)
+    assert training_epochs(rows, training(**limited, gradient_accumulation_steps=2), 2) == pytest.approx(13.5, abs=0.01)
+    assert training_epochs(rows, training(epochs=3), 1) == 3
     demo = read(find("demo"), None, ())
     (train,) = [stage for stage in stages(demo) if stage.name == "train"]
-    found = estimate(train, demo, demo.sizes or show_plan.sizes_of(demo), rows, 50e9)
+    found = estimate(train, demo, demo.sizes or plans.sizes_of(demo), rows, 50e9)
     assert 60 < found.seconds < 600
     assert found.disk_bytes < 100e6
 
@@ -88,10 +166,10 @@ def test_a_limit_of_steps_ends_the_epochs_and_their_checkpoints():
 def test_a_narrow_terminal_gets_no_words_cut_in_two(capsys):
     recipe = read(find("qwen3-8b"), None, ())
     steps = plan(recipe, None)
-    found, rows = show_plan.estimates(recipe, steps)
+    found, rows = plans.estimates(recipe, steps)
     for width in (80, 120):
         console = Console(width=width, record=True)
-        console.print(show_plan.table(recipe, steps, found, rows, width))
+        console.print(plans.table(recipe, steps, found, rows, width))
         text = console.export_text()
         assert ("checkpoints/checkpoint_best" in text) == (width == 120)
         assert all(step.stage.name in text for step in steps)
@@ -110,12 +188,12 @@ def test_rows_are_assumed_until_they_are_counted(tmp_path):
 def test_a_plan_says_disk_memory_and_time_or_leaves_them_open(tmp_path, capsys):
     recipe = read(find("qwen3-8b"), tmp_path, ())
     steps = plan(recipe, None)
-    found, rows = show_plan.estimates(recipe, steps)
+    found, rows = plans.estimates(recipe, steps)
     by_name = dict(zip([step.stage.name for step in steps], found))
     assert by_name["extract"].disk_bytes > 1e11
     assert by_name["train"].memory_bytes > 25e9
     assert by_name["train"].seconds > 0
-    shown = show_plan.as_json(recipe, steps, found, rows)
+    shown = plans.as_json(recipe, steps, found, rows)
     assert [stage["stage"] for stage in shown["stages"]] == [step.stage.name for step in steps]
     json.dumps(shown)
     unknown = estimate(stages(recipe)[1], recipe, None, None, None)
@@ -123,16 +201,16 @@ def test_a_plan_says_disk_memory_and_time_or_leaves_them_open(tmp_path, capsys):
 
 
 def test_sizes_and_times_are_told_as_people_read_them():
-    told = [show_plan.size(x) for x in (None, 1500.0, 2.5e6, 1.77e11, 3e12)]
+    told = [plans.size(x) for x in (None, 1500.0, 2.5e6, 1.77e11, 3e12)]
     assert told == ["?", "2 kB", "2.5 MB", "177.0 GB", "3.0 TB"]
-    assert show_plan.spell(None) == ""
-    assert show_plan.spell(90.0) == "1m30s"
-    assert show_plan.spell(3 * 86400.0) == "3.0 days"
+    assert plans.spell(None) == ""
+    assert plans.spell(90.0) == "1m30s"
+    assert plans.spell(3 * 86400.0) == "3.0 days"
 
 
 def test_a_disk_that_is_too_small_is_said_in_the_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr(show_plan, "free_bytes", lambda path: 10)
+    monkeypatch.setattr(plans, "free_bytes", lambda path: 10)
     recipe = read(find("qwen3-8b"), tmp_path, ())
     steps = plan(recipe, None)
-    found, rows = show_plan.estimates(recipe, steps)
-    assert "TOO SMALL" in show_plan.caption(recipe, steps, found, rows)
+    found, rows = plans.estimates(recipe, steps)
+    assert "TOO SMALL" in plans.caption(recipe, steps, found, rows)

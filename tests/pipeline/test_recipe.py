@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peagle.errors import ConfigError
-from peagle.pipeline import recipe as recipes
-from peagle.pipeline.recipe import RECIPES, Recipe, find, read, stages
+from peagle.pipeline.recipe import RECIPES, Recipe, find, read, server_config, stages
 
 MINIMAL = """
 name: tiny
@@ -36,9 +35,17 @@ def test_paths_between_stages_follow_from_the_recipe(tmp_path):
 def test_regenerated_answers_are_what_is_prepared(tmp_path):
     text = MINIMAL.replace("prepare: {data: [embedded:train], max_samples: 20}", "prepare: {}")
     recipe = read(write(tmp_path, text + "regenerate: {data: [embedded:train]}\n"), tmp_path / "out", ())
-    settings, reads, _ = recipes._wire(recipe, "prepare")
-    assert settings["data"] == [str(tmp_path / "out" / "answers.jsonl")]
-    assert "data" in reads
+    prepare = stages(recipe)[1]
+    assert prepare.settings["data"] == [str(tmp_path / "out" / "answers.jsonl")]
+    assert str(tmp_path / "out" / "answers.jsonl") in prepare.inputs
+
+
+def test_a_place_that_a_recipe_names_is_where_later_stages_look(tmp_path):
+    text = MINIMAL.replace("train: {epochs: 1}", "train: {epochs: 1, save_path: here}") + "report: {}\n"
+    text += "check: {}\nevaluate: {data: [embedded:test], output: there/evaluation.json}\n"
+    found = {s.name: s for s in stages(read(write(tmp_path, text), tmp_path / "out", ()))}
+    assert str(found["check"].output) == "here/checkpoint_best"
+    assert found["report"].inputs == ("there/evaluation.json", "here")
 
 
 def test_settings_given_on_the_command_line_win(tmp_path):
@@ -77,7 +84,9 @@ def test_a_change_without_a_value_is_refused(tmp_path):
 
 def test_the_endpoint_server_becomes_the_address_of_the_recipes_server(tmp_path):
     text = MINIMAL.replace("extract: {}", "extract: {endpoint: server}") + "server: {port: 8123}\n"
-    extract = stages(read(write(tmp_path, text), None, ()))[1]
+    recipe = read(write(tmp_path, text), None, ("server.extra_args=[--max-model-len, 99]",))
+    assert server_config(recipe).extra_args == ("--port", "8123", "--max-model-len", "99")
+    extract = stages(recipe)[1]
     assert extract.uses_server
     assert extract.settings["endpoint"] == ["http://localhost:8123/v1"]
 

@@ -1,4 +1,4 @@
-"""A road is walked once: what is done is skipped, what changed is done again, what was killed goes on."""
+"""A recipe is run once: what is done is skipped, what changed is done again, what was killed goes on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from peagle.errors import PeagleError
-from peagle.pipeline import run as road
+from peagle.pipeline import run as run_module
+from peagle.pipeline.config import RunConfig
+from peagle.pipeline.plan import plan
 from peagle.pipeline.recipe import read
-from peagle.pipeline.run import RunConfig, plan, walk
+from peagle.pipeline.run import run
 from peagle.processes import take_lock
 
 # Stands for a stage: writes its settings and what it read into its output, and notes that it ran.
@@ -52,12 +54,12 @@ def recipe(tmp_path, monkeypatch):
     def command(recipe, stage, settings_file):
         return [sys.executable, str(tmp_path / "fake_stage.py"), stage.name, str(settings_file), str(tmp_path / "log")]
 
-    monkeypatch.setattr(road, "stage_command", command)
+    monkeypatch.setattr(run_module, "stage_command", command)
     return tmp_path / "recipe.yaml"
 
 
-def walked(recipe, **given):
-    return walk(RunConfig(recipe=str(recipe), **given))
+def run_it(recipe, **given):
+    return run(RunConfig(recipe=str(recipe), **given))
 
 
 def ran(recipe):
@@ -68,16 +70,16 @@ def ran(recipe):
 
 
 def test_the_second_run_does_nothing(recipe):
-    assert walked(recipe) == 0
+    assert run_it(recipe) == 0
     assert ran(recipe) == ["prepare", "extract", "train"]
-    assert walked(recipe) == 0
+    assert run_it(recipe) == 0
     assert ran(recipe) == []
 
 
 def test_a_changed_setting_redoes_its_stage_and_keeps_the_old_result_aside(recipe):
-    walked(recipe)
+    run_it(recipe)
     ran(recipe)
-    walked(recipe, changes=("train.epochs=2",))
+    run_it(recipe, changes=("train.epochs=2",))
     assert ran(recipe) == ["train"]
     kept = list((recipe.parent / "out" / "old").iterdir())
     assert [path.name.startswith("checkpoints-") for path in kept] == [True]
@@ -85,52 +87,60 @@ def test_a_changed_setting_redoes_its_stage_and_keeps_the_old_result_aside(recip
 
 
 def test_changed_data_redoes_everything_that_follows_from_it(recipe):
-    walked(recipe)
+    run_it(recipe)
     ran(recipe)
     (recipe.parent / "data.jsonl").write_text('{"a": 2}\n')
-    walked(recipe)
+    run_it(recipe)
     assert ran(recipe) == ["prepare", "extract", "train"]
 
 
 def test_equal_data_written_anew_redoes_nothing(recipe):
-    walked(recipe)
+    run_it(recipe)
     ran(recipe)
     data = recipe.parent / "data.jsonl"
     data.write_text(data.read_text())
     os.utime(data, (1, 1))
-    walked(recipe)
+    run_it(recipe)
     assert ran(recipe) == []
 
 
 def test_a_result_that_was_deleted_or_changed_is_made_again(recipe):
-    walked(recipe)
+    run_it(recipe)
     ran(recipe)
     (recipe.parent / "out" / "checkpoints" / "made.txt").unlink()
-    walked(recipe)
+    run_it(recipe)
     assert ran(recipe) == ["train"]
     (recipe.parent / "out" / "checkpoints" / "made.txt").write_text("by hand")
-    walked(recipe)
+    run_it(recipe)
     assert ran(recipe) == ["train"]
 
 
-def test_a_failed_stage_stops_the_road_and_the_next_run_goes_on_there(recipe):
-    assert walked(recipe, changes=("train.seed=13",)) == 2
+def test_a_failed_stage_stops_the_run_and_the_next_run_goes_on_there(recipe):
+    assert run_it(recipe, changes=("train.seed=13",)) == 2
     assert ran(recipe) == ["prepare", "extract"]
-    assert walked(recipe) == 0
+    assert run_it(recipe) == 0
     assert ran(recipe) == ["train"]
 
 
 def test_a_started_stage_is_resumed_in_its_folder(recipe):
-    walked(recipe)
-    state_file = recipe.parent / "out" / "road.json"
+    run_it(recipe)
+    state_file = recipe.parent / "out" / "run.json"
     state = json.loads(state_file.read_text())
     state["train"]["status"] = "started"
     state_file.write_text(json.dumps(state))
     assert [s.action for s in plan(read(recipe, None, ()), None)] == ["skip", "skip", "resume"]
     ran(recipe)
-    walked(recipe)
+    run_it(recipe)
     assert ran(recipe) == ["train"]
     assert not (recipe.parent / "out" / "old").exists()
+
+
+def test_what_the_first_releases_did_is_still_known(recipe):
+    run_it(recipe)
+    (recipe.parent / "out" / "run.json").rename(recipe.parent / "out" / "road.json")
+    ran(recipe)
+    run_it(recipe)
+    assert ran(recipe) == []
 
 
 def test_the_plan_of_a_fresh_recipe_runs_everything_and_touches_nothing(recipe):
@@ -141,10 +151,10 @@ def test_the_plan_of_a_fresh_recipe_runs_everything_and_touches_nothing(recipe):
 
 
 def test_until_stops_early_and_an_unknown_stage_is_refused(recipe):
-    walked(recipe, until="prepare")
+    run_it(recipe, until="prepare")
     assert ran(recipe) == ["prepare"]
     with pytest.raises(PeagleError, match="it has prepare, extract, train"):
-        walked(recipe, until="serve")
+        run_it(recipe, until="serve")
 
 
 def test_two_runs_of_one_folder_are_never_at_work_together(tmp_path, monkeypatch):
@@ -160,7 +170,7 @@ def test_a_stage_ends_with_the_run_that_was_killed(tmp_path):
     child = "import os, time; open('child', 'w').write(str(os.getpid())); time.sleep(60)"
     parent = (
         "import sys; from pathlib import Path; from peagle.processes import run_process, take_lock;"
-        f"run_process([sys.executable, '-c', {child!r}], take_lock(Path('.')))"
+        f"run_process([sys.executable, '-c', {child!r}], take_lock(Path('.')), {{}})"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
     until = time.monotonic() + 60

@@ -41,7 +41,7 @@ class Subcommand:
 COMMANDS = {
     "demo": Subcommand("peagle.pipeline.config:DemoConfig", "peagle.pipeline.demo:demo", "Start here"),
     "doctor": Subcommand("peagle.pipeline.config:DoctorConfig", "peagle.pipeline.doctor:doctor", "Start here"),
-    "run": Subcommand("peagle.pipeline.config:RunConfig", "peagle.pipeline.run:main", "Start here"),
+    "run": Subcommand("peagle.pipeline.config:RunConfig", "peagle.pipeline.run:run", "Start here"),
     "prepare": Subcommand("peagle.data.config:PrepareConfig", "peagle.data.prepare:prepare", "Data"),
     "inspect": Subcommand("peagle.data.config:InspectConfig", "peagle.data.inspect:inspect", "Data"),
     "regenerate": Subcommand("peagle.regenerate.config:RegenerateConfig", "peagle.regenerate.run:regenerate", "Data"),

@@ -10,7 +10,7 @@ from peagle.config import StageConfig
 
 
 class RunConfig(StageConfig):
-    """Walk the whole road from one recipe: regenerate, prepare, extract, train, check, evaluate, report.
+    """Run the whole pipeline from one recipe: regenerate, prepare, extract, train, check, evaluate, report.
 
     A stage whose settings and inputs have not changed is skipped (contents are compared, not times). After a kill the
     same command goes on where it stopped. `--dry-run` prints the plan with disk, memory and expected time.
@@ -22,7 +22,7 @@ class RunConfig(StageConfig):
     recipe: str = Field("", json_schema_extra={"positional": True})
     """A recipe file, or the name of a shipped one (`peagle run --list` shows them)."""
     output: Path | None = None
-    """Folder of everything that is made, instead of the recipe's own."""
+    """Folder for everything that is made, instead of the recipe's own."""
     changes: tuple[str, ...] = Field((), json_schema_extra={"aliases": ["--set"], "whole": True})
     """Settings that win over the recipe: `train.lr=1e-3`, `prepare.max_samples=100`; several."""
     dry_run: bool = False
@@ -36,26 +36,27 @@ class RunConfig(StageConfig):
 
 
 class DemoConfig(StageConfig):
-    """Walk the whole road on this machine in a few minutes: regenerate, prepare, extract, train, evaluate, report.
+    """Run the whole pipeline on this machine in a few minutes, from questions to a measured drafter and its report.
 
-    Uses the small verifier and the questions that ship with the package; nothing is downloaded. Ends in the acceptance
-    table, the speed against plain decoding, and the proof that every answer is the verifier's own.
+    Runs the recipe `demo` with the small verifier and the questions that ship with the package; nothing is downloaded.
+    Ends in the acceptance table, the speed against plain decoding, and the proof that every answer is the verifier's
+    own. A flag that is unset leaves the recipe's own setting.
     """
 
     output: Path = Path("demo-output")
-    """Folder of everything that is made; an earlier demo there is replaced."""
-    questions: int = Field(1000, ge=8, le=1000)
-    """Train questions that the verifier answers; more make a better drafter and a longer demo."""
-    test_questions: int = Field(40, ge=1, le=100)
+    """Folder for everything that is made; an earlier demo there is replaced."""
+    questions: int | None = Field(None, ge=8, le=1000)
+    """Training questions that the verifier answers; more make a better drafter and a longer demo."""
+    test_questions: int | None = Field(None, ge=1, le=100)
     """Held-out questions for the measurement."""
-    steps: int = Field(560, ge=1)
+    steps: int | None = Field(None, ge=1)
     """Optimizer steps."""
-    seed: int = Field(0, ge=0)
+    seed: int | None = Field(None, ge=0)
     """Seed of the training."""
 
 
 class DoctorConfig(StageConfig):
-    """Look at the environment; with a model (and data) walk the whole road on a few rows and say what would go wrong.
+    """Examine the environment; with a model (and data) try the whole pipeline on a few rows and say what would fail.
 
     One line for each finding: ok, warn, or FAIL with what to do. Exits with 1 if anything failed, and leaves nothing
     behind.
@@ -66,9 +67,9 @@ class DoctorConfig(StageConfig):
     """
 
     model: str | None = Field(None, json_schema_extra={"positional": True})
-    """The verifier to look at: a folder or hub id. Unset: only the environment."""
+    """The verifier to examine: a folder or hub id. Unset: only the environment."""
     data: tuple[str, ...] = ()
-    """Data to walk the road with, as for `prepare`; unset: a short made-up conversation."""
+    """Data to try it with, as for `prepare`. Unset: a short made-up conversation."""
     rows: int = Field(12, ge=1)
     """How many conversations the dry run takes."""
     seq_length: int = Field(4096, ge=2)

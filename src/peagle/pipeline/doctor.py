@@ -1,19 +1,19 @@
-"""`peagle doctor`: the environment, a verifier, and the whole road on a few rows, each finding in one line.
+"""`peagle doctor`: the environment, a verifier, and the whole pipeline on a few rows, each finding in one line.
 
-Nothing is left behind: the dry run works in a temporary folder and calls the same functions as the commands.
+Nothing is left behind: the dry run works in a temporary folder and calls the same functions as the commands. What would
+go wrong later goes wrong here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -28,21 +28,29 @@ from peagle.errors import PeagleError
 from peagle.files import free_bytes
 from peagle.hidden_states.config import ExtractConfig
 from peagle.pipeline.config import DoctorConfig
-from peagle.pipeline.plan import Rows, drafter_parameters, store_bytes, training_bytes
-from peagle.pipeline.recipe import Sizes
+from peagle.pipeline.plan import Rows, drafter_parameters, store_bytes, training_bytes, verifier_sizes
 from peagle.train.config import TrainConfig
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer, resolve_mask_token
 from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, engine_here, hands_out_states
 
-logger = logging.getLogger(__name__)
 State = Literal["ok", "warn", "fail"]
 _MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
+_NEEDED = {"torch": (2, 9), "transformers": (5, 4), "datasets": (4, 0), "safetensors": (0, 5)}
+_LITTLE_DISK, _LITTLE_MEMORY = 5e9, 4e9
+_FEW_SUPERVISED = 0.05
+# Two replies in one conversation: a template that rewrites history shows it here.
+PROBE = [
+    {"role": "user", "content": "What is two plus three?"},
+    {"role": "assistant", "content": "Two plus three is five."},
+    {"role": "user", "content": "And doubled?"},
+    {"role": "assistant", "content": "Doubled it is ten, since two times five is ten."},
+]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it stands, what was found and what to do."""
+    """One line: what was examined, its state, what was found and what to do."""
 
     what: str
     state: State
@@ -50,7 +58,7 @@ class Finding:
 
 
 def doctor(config: DoctorConfig) -> int:
-    """Look at everything that was asked for and print it.
+    """Examine everything that was named and print it.
 
     Returns:
         0 if nothing failed (warnings are fine), else 1.
@@ -59,48 +67,40 @@ def doctor(config: DoctorConfig) -> int:
     out = Console()
     for finding in examine(config):
         findings.append(finding)
-        if not config.json_output:
-            if out.is_terminal:
-                out.print(line(finding))
-            else:  # whole lines, for grep
-                print(f"{finding.state if finding.state != 'fail' else 'FAIL':<4} {finding.what:<13} {finding.message}")
+        if config.json_output:
+            continue
+        if out.is_terminal:  # the message is wrapped beside its name
+            line = Table.grid(padding=(0, 1))
+            line.add_column(width=4)
+            line.add_column(width=13)
+            line.add_column(overflow="fold")
+            line.add_row(_MARKS[finding.state], finding.what, escape(finding.message))
+            out.print(line)
+        else:  # whole lines, for grep
+            print(f"{finding.state if finding.state != 'fail' else 'FAIL':<4} {finding.what:<13} {finding.message}")
     if config.json_output:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     return int(any(finding.state == "fail" for finding in findings))
 
 
-def line(finding: Finding) -> Table:
-    """A finding for a terminal, its message wrapped beside its name."""
-    shown = Table.grid(padding=(0, 1))
-    shown.add_column(width=4)
-    shown.add_column(width=13)
-    shown.add_column(overflow="fold")
-    shown.add_row(_MARKS[finding.state], finding.what, escape(finding.message))
-    return shown
-
-
 def examine(config: DoctorConfig) -> Iterator[Finding]:
-    """Everything, in the order of the road; what depends on something that failed is left out."""
-
+    """Everything, in the order of the pipeline; what depends on something that failed is left out."""
     yield from environment(config.output)
     if config.model is None:
         return
-    found: dict[str, Any] = {}
-    yield from model(config, found)
-    if "verifier_config" in found and "tokenizer" in found:
-        yield from walk(config, found)
+    try:
+        verifier = load_verifier_config(config.model, config.trust_remote_code)
+    except PeagleError as error:
+        yield _failure("verifier", error)
+        return
+    findings = {finding.what: finding for finding in model(config, verifier)}
+    yield from findings.values()
+    if findings["tokenizer"].state == "ok":
+        yield from dry_run(config, verifier, findings["layer ids"].state == "ok")
 
 
-def guarded(what: str, error: PeagleError) -> Finding:
-    """A failure in one line."""
+def _failure(what: str, error: PeagleError) -> Finding:
     return Finding(what, "fail", " ".join(str(error).split()))
-
-
-# ---- What the machine and the installed packages can do.
-
-
-_NEEDED = {"torch": (2, 9), "transformers": (5, 4), "datasets": (4, 0), "safetensors": (0, 5)}
-_LITTLE_DISK, _LITTLE_MEMORY = 5e9, 4e9
 
 
 def environment(output: Path) -> Iterator[Finding]:
@@ -151,13 +151,13 @@ def _device() -> Finding:
             names.append(f"{torch.cuda.get_device_name(index)} ({free / 1e9:.0f} of {total / 1e9:.0f} GB free)")
         return Finding("device", "ok", ", ".join(names))
     threads = torch.get_num_threads()
-    told = "1 thread" if threads == 1 else f"{threads} threads"
+    about = "1 thread" if threads == 1 else f"{threads} threads"
     if not native.is_available():
-        told += ", PyTorch's products (no AVX-512, or no C compiler was there)"
+        about += ", PyTorch's products (no AVX-512, or no C compiler was there)"
     else:
         alone = " on one thread (no OpenMP in this PyTorch)" if native.num_threads() < threads else ""
-        told += f", our own kernels{alone}"
-    return Finding("device", "ok", f"CPU, {told}; fine for small verifiers, an 8B one wants a GPU")
+        about += f", our own kernels{alone}"
+    return Finding("device", "ok", f"CPU, {about}; fine for small verifiers, an 8B one wants a GPU")
 
 
 def _memory() -> Finding:
@@ -168,7 +168,7 @@ def _memory() -> Finding:
 
 
 def available_memory() -> float | None:
-    """Bytes of host memory that can be had now: of the machine or, if less, of the control group; None if unknown."""
+    """Bytes of host memory that are free: of the machine or, if less, of the control group; None if unknown."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -186,42 +186,43 @@ def available_memory() -> float | None:
     return min(found) if found else None
 
 
-# ---- What can be said about a verifier from its configuration and tokenizer, before a weight is read.
-
-
-def model(config: DoctorConfig, found: dict[str, Any]) -> Iterator[Finding]:
-    """Look at the verifier; what later findings need is left in `found` (verifier_config, tokenizer, layer_ids)."""
-    assert config.model is not None
+def model(config: DoctorConfig, verifier: VerifierConfig) -> Iterator[Finding]:
+    """What a verifier's configuration and tokenizer say, before a weight is read."""
+    names = ", ".join(verifier.architectures)
+    part = " (its text model is used)" if verifier.has_text_config else ""
+    shape = f"{verifier.num_layers} layers, hidden {verifier.hidden_size}, vocabulary {verifier.vocab_size:,}"
+    yield Finding("verifier", "ok", f"{names}{part}: {shape}, {verifier.dtype}")
+    yield _quantization(verifier)
+    yield _rope(verifier)
     try:
-        verifier_config = found["verifier_config"] = load_verifier_config(config.model, config.trust_remote_code)
+        ids = resolve_aux_layer_ids(verifier.num_layers, config.target_layer_ids)
+        yield Finding("layer ids", "ok", f"{', '.join(map(str, ids))} of {verifier.num_layers}")
     except PeagleError as error:
-        yield guarded("verifier", error)
-        return
-    kind = ", ".join(verifier_config.architectures)
-    part = " (its text model is used)" if verifier_config.has_text_config else ""
-    sizes = f"{verifier_config.num_layers} layers, hidden {verifier_config.hidden_size}, vocabulary {verifier_config.vocab_size:,}, {verifier_config.dtype}"
-    yield Finding("verifier", "ok", f"{kind}{part}: {sizes}")
-    yield _quantization(verifier_config)
-    yield _rope(verifier_config)
-    yield _layers(config, verifier_config, found)
-    yield _tokenizer(config, verifier_config, found)
-    if "tokenizer" in found:
-        yield _mask_token(config, verifier_config, found["tokenizer"])
-    yield serving(verifier_config, engine_here())
+        yield _failure("layer ids", error)
+    try:
+        tokenizer = load_tokenizer(verifier.name_or_path, config.trust_remote_code)
+    except PeagleError as error:
+        yield _failure("tokenizer", error)
+    else:
+        finding = _tokenizer(verifier, tokenizer)
+        yield finding
+        if finding.state == "ok":
+            yield _mask_token(config, verifier, tokenizer)
+    yield serving(verifier, engine_here())
 
 
-def _quantization(verifier_config: VerifierConfig) -> Finding:
-    if verifier_config.quantization is None:
+def _quantization(verifier: VerifierConfig) -> Finding:
+    if verifier.quantization is None:
         return Finding(
-            "weights", "ok", f"not quantised; head {'tied to' if verifier_config.tied else 'apart from'} the embedding"
+            "weights", "ok", f"not quantised; head {'tied to' if verifier.tied else 'apart from'} the embedding"
         )
-    text = f"quantised ({verifier_config.quantization}): states come from this very model, norm and head are read dequantised"
+    text = f"quantised ({verifier.quantization}): states come from this very model, norm and head are read dequantised"
     return Finding("weights", "ok", text)
 
 
-def _rope(verifier_config: VerifierConfig) -> Finding:
-    kind = verifier_config.rope_parameters.get("rope_type")
-    base = verifier_config.rope_parameters.get("rope_theta")
+def _rope(verifier: VerifierConfig) -> Finding:
+    kind = verifier.rope_parameters.get("rope_type")
+    base = verifier.rope_parameters.get("rope_theta")
     if kind in ROPE_TYPES:
         return Finding("rotary", "ok", f"{kind}, base {base:g}" if base else str(kind))
     return Finding(
@@ -229,55 +230,42 @@ def _rope(verifier_config: VerifierConfig) -> Finding:
     )
 
 
-def _layers(config: DoctorConfig, verifier_config: VerifierConfig, found: dict[str, Any]) -> Finding:
-    try:
-        ids = found["layer_ids"] = resolve_aux_layer_ids(verifier_config.num_layers, config.target_layer_ids)
-    except PeagleError as error:
-        return guarded("layer ids", error)
-    return Finding("layer ids", "ok", f"{', '.join(map(str, ids))} of {verifier_config.num_layers}")
-
-
-def _tokenizer(config: DoctorConfig, verifier_config: VerifierConfig, found: dict[str, Any]) -> Finding:
-    try:
-        tokenizer = load_tokenizer(verifier_config.name_or_path, config.trust_remote_code)
-    except PeagleError as error:
-        return guarded("tokenizer", error)
-    if len(tokenizer) > verifier_config.vocab_size:
+def _tokenizer(verifier: VerifierConfig, tokenizer: Any) -> Finding:
+    if len(tokenizer) > verifier.vocab_size:
         return Finding(
             "tokenizer",
             "fail",
-            f"{len(tokenizer):,} tokens, but the model's embedding has {verifier_config.vocab_size:,} rows: ids beyond it would "
-            "crash the verifier; use the tokenizer that belongs to it",
+            f"{len(tokenizer):,} tokens, but the model's embedding has {verifier.vocab_size:,} rows: ids beyond it "
+            "would crash the verifier; use the tokenizer that belongs to it",
         )
     if not getattr(tokenizer, "chat_template", None):
         return Finding("tokenizer", "fail", "no chat template: conversations cannot be rendered; give --chat-template")
-    found["tokenizer"] = tokenizer
-    ends = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids(verifier_config, tokenizer))
+    ends = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids(verifier, tokenizer))
     if not ends:
         return Finding("tokenizer", "fail", "no end-of-sequence token in the model's configuration or its tokenizer")
-    spare = verifier_config.vocab_size - len(tokenizer)
+    spare = verifier.vocab_size - len(tokenizer)
     return Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, {spare:,} unused rows, answers end with {ends}")
 
 
-def _mask_token(config: DoctorConfig, verifier_config: VerifierConfig, tokenizer: Any) -> Finding:
+def _mask_token(config: DoctorConfig, verifier: VerifierConfig, tokenizer: Any) -> Finding:
     try:
-        mask = resolve_mask_token(tokenizer, verifier_config.vocab_size, config.mask_token_id, ())
+        mask = resolve_mask_token(tokenizer, verifier.vocab_size, config.mask_token_id, ())
     except PeagleError as error:
-        return guarded("mask token", error)
+        return _failure("mask token", error)
     if mask.warning:
         return Finding("mask token", "warn", mask.warning)
     return Finding("mask token", "ok", f"{mask.id} ({mask.how})")
 
 
-def serving(verifier_config: VerifierConfig, engine: Engine | None) -> Finding:
-    """What the installed vLLM lacks for this family."""
+def serving(verifier: VerifierConfig, engine: Engine | None) -> Finding:
+    """What the installed vLLM lacks for this family of verifiers."""
     if engine is None:
         return Finding("serving", "warn", "vLLM is not installed here, so it is not known whether it takes this family")
-    unknown = [name for name in verifier_config.architectures if hands_out_states(engine, name) is None]
+    unknown = [name for name in verifier.architectures if hands_out_states(engine, name) is None]
     try:
-        detour = detour_arguments(engine, verifier_config.architectures)
+        detour = detour_arguments(engine, verifier.architectures)
     except PeagleError as error:
-        return guarded("serving", error)
+        return _failure("serving", error)
     if detour:
         how = " ".join(detour)
         text = f"vLLM {engine.version} has no EAGLE-3 support of its own for this family; it is served with {how}"
@@ -288,69 +276,71 @@ def serving(verifier_config: VerifierConfig, engine: Engine | None) -> Finding:
     return Finding("serving", "ok", f"vLLM {engine.version} hands out this family's states and serves drafters for it")
 
 
-# ---- The whole road on a few rows, in a temporary folder: what would go wrong later goes wrong here.
-
-
-# Two replies in one conversation: a template that rewrites history shows it here.
-PROBE = [
-    {"role": "user", "content": "What is two plus three?"},
-    {"role": "assistant", "content": "Two plus three is five."},
-    {"role": "user", "content": "And doubled?"},
-    {"role": "assistant", "content": "Doubled it is ten, since two times five is ten."},
-]
-_FEW_SUPERVISED = 0.05
-
-
-def walk(config: DoctorConfig, found: dict[str, Any]) -> Iterator[Finding]:
-    """Prepare, extract, train one step and check, on `config.rows` conversations."""
-    verifier_config: VerifierConfig = found["verifier_config"]
+def dry_run(config: DoctorConfig, verifier: VerifierConfig, has_layer_ids: bool) -> Iterator[Finding]:
+    """Prepare, extract, train one step and check, on `config.rows` conversations in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="peagle-doctor-") as name:
         folder = Path(name)
+        # 1. Template and data.
         data = config.data
         if not data:
             (folder / "probe.jsonl").write_text(json.dumps({"messages": PROBE}) + "\n", encoding="utf-8")
             data = (str(folder / "probe.jsonl"),)
-        summary: dict[str, Any] = {}
-        for finding in _prepare(config, verifier_config, data, folder, summary):
-            yield finding
-            if finding.state == "fail":
-                return
-        yield from sizes(config, verifier_config, summary)
-        if "layer_ids" not in found:
+        failure = _prepare(config, verifier, data, folder / "prepared")
+        if failure is not None:
+            yield failure
             return
-        reason = _why_not_run(config, verifier_config)
+        summary = json.loads((folder / "prepared" / "summary.json").read_text(encoding="utf-8"))
+        yield from _data(config, summary)
+        # 2. What the training that is planned takes.
+        training = TrainConfig.build(
+            {
+                "verifier_name_or_path": verifier.name_or_path,
+                "data_path": folder / "prepared",
+                "hidden_states_path": folder / "states",
+                "save_path": folder / "checkpoints",
+                "num_layers": config.num_layers,
+                "total_seq_len": max(config.seq_length, 8),
+                "max_steps": 1,
+                "epochs": 1,
+                "train_data_ratio": 1.0,
+                "mask_token_id": config.mask_token_id,
+                "draft_vocab_size": config.draft_vocab_size,
+                "trust_remote_code": config.trust_remote_code,
+            }
+        )
+        yield from sizes(config, verifier, training, summary)
+        if not has_layer_ids:
+            return
+        # 3. The weights.
+        reason = _why_not_run(config, verifier)
         if reason:
             yield Finding("dry run", "warn", reason)
-            return
-        yield from _run(config, verifier_config, folder, summary)
+        else:
+            yield from _run(config, verifier, training, folder, summary["rows"])
 
 
-def _prepare(
-    config: DoctorConfig, verifier_config: VerifierConfig, data: tuple[str, ...], folder: Path, summary: dict[str, Any]
-) -> Iterator[Finding]:
-    """Template and data: is every reply found, how much is supervised, what is dropped or cut."""
+def _prepare(config: DoctorConfig, verifier: VerifierConfig, data: tuple[str, ...], output: Path) -> Finding | None:
+    """Prepare the rows; returns what went wrong."""
     from peagle.data.prepare import prepare
 
     settings = PrepareConfig.build(
         {
-            "model": verifier_config.name_or_path,
+            "model": verifier.name_or_path,
             "data": data,
-            "output": folder / "prepared",
+            "output": output,
             "seq_length": config.seq_length,
             "max_samples": config.rows,
             "num_preprocessing_workers": 1,
             "trust_remote_code": config.trust_remote_code,
         }
     )
-    try:
-        with quiet():
-            prepare(settings)
-    except PeagleError as error:
-        yield guarded("data", error)
-        return
-    summary.update(json.loads((folder / "prepared" / "summary.json").read_text(encoding="utf-8")))
+    return _attempt("data", lambda: prepare(settings))
+
+
+def _data(config: DoctorConfig, summary: dict[str, Any]) -> Iterator[Finding]:
+    """Whether every reply was found, how much is supervised, what was dropped or cut."""
     how = ", ".join(summary.get("mask_from", {}))
-    yield Finding("template", "ok", f"every reply of the rows was found ({how})" if how else "every reply was found")
+    yield Finding("template", "ok", "every reply of the rows was found" + (f" ({how})" if how else ""))
     dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items())
     share = summary["supervised_tokens"] / max(summary["tokens"], 1)
     text = f"{summary['kept']} of {summary['read']} conversations kept, {100 * share:.0f} % of their tokens supervised"
@@ -361,48 +351,45 @@ def _prepare(
     else:
         yield Finding("data", "ok", text)
     if summary.get("rows_cut"):
-        yield Finding(
-            "lengths", "warn", f"{summary['rows_cut']} of {summary['rows']} rows are cut at {config.seq_length} tokens"
-        )
+        cut = f"{summary['rows_cut']} of {summary['rows']} rows are cut at {config.seq_length} tokens"
+        yield Finding("lengths", "warn", cut)
 
 
-def sizes(config: DoctorConfig, verifier_config: VerifierConfig, summary: dict[str, Any]) -> Iterator[Finding]:
+def sizes(
+    config: DoctorConfig, verifier: VerifierConfig, training: TrainConfig, summary: dict[str, Any]
+) -> Iterator[Finding]:
     """Disk and memory that the planned run takes."""
-    known = {name: getattr(verifier_config, name) for name in Sizes.model_fields if hasattr(verifier_config, name)}
-    shape = Sizes(**known, parameters_billion=1.0)
-    vocab = config.draft_vocab_size or verifier_config.vocab_size
-    if vocab > verifier_config.vocab_size:
-        yield Finding(
-            "vocabulary", "fail", f"--draft-vocab-size {vocab} exceeds the verifier's {verifier_config.vocab_size}"
-        )
+    vocab = training.draft_vocab_size or verifier.vocab_size
+    if vocab > verifier.vocab_size:
+        text = f"--draft-vocab-size {vocab} exceeds the verifier's {verifier.vocab_size}"
+        yield Finding("vocabulary", "fail", text)
         return
-    layers, others, head = drafter_parameters(shape, config.num_layers, vocab)
-    need = training_bytes(shape, config.num_layers, vocab, config.seq_length)
-    total = f"{(layers + others + head) / 1e6:,.0f} M parameters"
-    takes = f"training takes about {need / 1e9:.1f} GB for packs of {config.seq_length}"
-    yield Finding("drafter", "ok", f"{config.num_layers} layers, {total}; {takes}")
+    shape = verifier_sizes(verifier)
+    total = f"{sum(drafter_parameters(shape, training.num_layers, vocab)) / 1e6:,.0f} M parameters"
+    need = training_bytes(shape, training, 1)
+    takes = f"training takes about {need / 1e9:.1f} GB for packs of {training.total_seq_len}"
+    yield Finding("drafter", "ok", f"{training.num_layers} layers, {total}; {takes}")
     if config.max_samples is None:
         return
     scale = config.max_samples / max(summary["read"], 1)
     rows = Rows(config.max_samples, int(summary["tokens"] * scale), int(summary["supervised_tokens"] * scale), False)
-    disk = store_bytes(rows, verifier_config.hidden_size, 4 if verifier_config.dtype == "float32" else 2)
+    disk = store_bytes(rows, verifier.hidden_size, 4 if verifier.dtype == "float32" else 2)
     free = free_bytes(config.output)
     text = f"{config.max_samples:,} conversations like these: {rows.num_tokens:,} tokens, {disk / 1e9:.1f} GB of states"
     if disk > free:
-        yield Finding(
-            "store", "fail", f"{text}, but {config.output} has {free / 1e9:.1f} GB free; take fewer, or another disk"
-        )
+        text += f", but {config.output} has {free / 1e9:.1f} GB free; take fewer, or another disk"
+        yield Finding("store", "fail", text)
     else:
         yield Finding("store", "ok", f"{text}, {free / 1e9:.1f} GB free")
 
 
-def _why_not_run(config: DoctorConfig, verifier_config: VerifierConfig) -> str | None:
+def _why_not_run(config: DoctorConfig, verifier: VerifierConfig) -> str | None:
     """Why the weights are not run here; None if they can be."""
     if not config.weights:
         return "the weights were not run (--no-weights)"
-    folder = Path(verifier_config.name_or_path)
+    folder = Path(verifier.name_or_path)
     if not folder.is_dir():
-        return f"{verifier_config.name_or_path} is not a folder here: its weights were not fetched for a dry run"
+        return f"{verifier.name_or_path} is not a folder here: its weights were not fetched for a dry run"
     needed = 2.5 * sum(file.stat().st_size for file in folder.glob("*.safetensors")) + 1e9
     free = available_memory()
     if free is not None and needed > free:
@@ -411,62 +398,38 @@ def _why_not_run(config: DoctorConfig, verifier_config: VerifierConfig) -> str |
 
 
 def _run(
-    config: DoctorConfig, verifier_config: VerifierConfig, folder: Path, summary: dict[str, Any]
+    config: DoctorConfig, verifier: VerifierConfig, training: TrainConfig, folder: Path, num_rows: int
 ) -> Iterator[Finding]:
-    """Extract with every check on, one training step, the saved checkpoint checked."""
+    """Extract with every check on, train one step, check the saved checkpoint as a serving engine would."""
     from peagle.hidden_states.extract import extract
+    from peagle.serve.check import check_checkpoint
     from peagle.train.run import train
 
     states = ExtractConfig.build(
         {
             "preprocessed_data": folder / "prepared",
             "output": folder / "states",
-            "model": verifier_config.name_or_path,
+            "model": verifier.name_or_path,
             "target_layer_ids": config.target_layer_ids,
             "validate_outputs": True,
             "batch_size": 4,
             "trust_remote_code": config.trust_remote_code,
         }
     )
-    try:
-        with quiet():
-            extract(states)
-    except PeagleError as error:
-        yield guarded("states", error)
-        return
-    yield Finding("states", "ok", f"head(norm(last state)) is the verifier's own choice on all {summary['rows']} rows")
-    training = TrainConfig.build(
-        {
-            "verifier_name_or_path": verifier_config.name_or_path,
-            "data_path": folder / "prepared",
-            "hidden_states_path": folder / "states",
-            "save_path": folder / "checkpoints",
-            "num_layers": config.num_layers,
-            "total_seq_len": max(config.seq_length, 8),
-            "max_steps": 1,
-            "epochs": 1,
-            "train_data_ratio": 1.0,
-            "mask_token_id": config.mask_token_id,
-            "draft_vocab_size": config.draft_vocab_size,
-            "trust_remote_code": config.trust_remote_code,
-        }
+    failure = _attempt("states", lambda: extract(states))
+    yield failure or Finding(
+        "states", "ok", f"head(norm(last state)) is the verifier's own choice on all {num_rows} rows"
     )
-    try:
-        with quiet():
-            train(training)
-    except PeagleError as error:
-        yield guarded("training", error)
+    if failure:
         return
-    line = (folder / "checkpoints" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    failure = _attempt("training", lambda: train(training))
+    if failure:
+        yield failure
+        return
+    line = (training.save_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
     yield Finding("training", "ok", f"one step: loss {json.loads(line)['loss']:.2f}, a checkpoint was written")
-    yield from _checked(folder / "checkpoints" / "checkpoint_last")
-
-
-def _checked(checkpoint: Path) -> Iterator[Finding]:
-    """What a serving engine would say; the installed vLLM has been looked at already."""
-    from peagle.serve.check import check_checkpoint
-
-    findings = check_checkpoint(checkpoint, None, True, None, None, False)
+    # the verifier and the installed vLLM have been examined already
+    findings = check_checkpoint(training.save_path / "checkpoint_last", None, True, None, None, False)
     errors = [str(finding) for finding in findings.of("error")]
     if errors:
         yield Finding("checkpoint", "fail", "; ".join(errors))
@@ -476,13 +439,15 @@ def _checked(checkpoint: Path) -> Iterator[Finding]:
         yield Finding("checkpoint", "warn", str(finding))
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the stages' own messages to errors: the findings say what there is to say."""
-    loud = logging.getLogger("peagle")
-    level = loud.level
-    loud.setLevel(logging.ERROR)
+def _attempt(what: str, stage: Callable[[], object]) -> Finding | None:
+    """Run a stage with its own messages kept to errors, since the findings say it all; returns its failure."""
+    logger = logging.getLogger("peagle")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        yield
+        stage()
+    except PeagleError as error:
+        return _failure(what, error)
     finally:
-        loud.setLevel(level)
+        logger.setLevel(level)
+    return None

@@ -1,11 +1,13 @@
-"""What a recipe will take: disk, memory and time, from sizes and arithmetic, before anything runs.
+"""What a run of a recipe would do, and what it would take: disk, memory and time, before anything runs.
 
-Bytes are 10^9 to the GB. Work is counted in multiply-adds. Time is work over the rate that this machine reaches in a
-matrix product measured on the spot, times an efficiency; it says what to expect here, to a factor of two.
+A stage is done again only if the contents that it reads, its settings, or what it made have changed. Bytes are 10^9 to
+the GB. Work is counted in multiply-adds. Time is work over the rate that this machine reaches in a matrix product
+measured on the spot, times an efficiency; it says what to expect here, to a factor of two.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -17,8 +19,19 @@ from typing import Any
 from rich.table import Table
 
 from peagle import log
-from peagle.files import free_bytes
-from peagle.pipeline.recipe import Recipe, Sizes, Stage, Step
+from peagle.data.config import PrepareConfig
+from peagle.errors import PeagleError, VerifierError
+from peagle.files import free_bytes, sha256_file, write_json
+from peagle.hidden_states.config import ExtractConfig
+from peagle.pipeline.recipe import Recipe, Sizes, Stage, stages
+from peagle.train.config import TrainConfig
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config
+
+STATE = "run.json"
+_FORMER_STATE = "road.json"
+"""What the file was called in the first releases."""
+# Differ between runs that made the same thing: times, versions, logs, locks.
+_NOT_CONTENT = {"manifest.json", "run.yaml", "metrics.jsonl", "README.md", "recipe.json"}
 
 # Without prepared rows at hand: conversations fill this share of the length limit, and this share of them is replies.
 ASSUMED_FILL, ASSUMED_SUPERVISED = 0.3, 0.6
@@ -28,6 +41,142 @@ _MFU = 0.4
 # Decoding reads every weight for a few tokens: far from the matrix rate. 4 M parameters, 64 rows at once on two cores:
 # 1,400 tokens/s where a matrix product does 60 G multiply-adds per second.
 _DECODE_SHARE = 0.1
+_WIDE = 116
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage and what is to be done about it."""
+
+    stage: Stage
+    key: str | None
+    """Identity of its work; None while an earlier stage has yet to make what it reads."""
+    action: str
+    """"skip", "resume" or "run"."""
+    why: str
+
+
+class Fingerprints:
+    """Hashes of files and folders; a file is read again only if its size or its time of change differ."""
+
+    def __init__(self, output: Path) -> None:
+        self._file = output / ".hashes.json"
+        self._known = _read_object(self._file)  # a cache: without it every file is read once more
+
+    def of(self, path: Path) -> str | None:
+        """The hash of a file's content, or of everything that a folder holds; None if nothing is there.
+
+        A hidden-state store is represented by its JSON files, which have the checksum of every shard.
+        """
+        if path.is_file():
+            return self._file_hash(path)
+        is_store = (path / "store.json").is_file()
+        digest, is_empty = hashlib.sha256(), True
+        for file in sorted(path.rglob("*")):
+            relative = file.relative_to(path)
+            hidden = any(part.startswith(".") or part == "training_state" for part in relative.parts)
+            if hidden or not file.is_file() or file.name in _NOT_CONTENT or (is_store and file.suffix != ".json"):
+                continue
+            is_empty = False
+            digest.update(f"{relative.as_posix()}\0{self._file_hash(file)}\n".encode())
+        return None if is_empty else digest.hexdigest()
+
+    def save(self) -> None:
+        """Keep the cache for the next run."""
+        write_json(self._file, self._known)
+
+    def _file_hash(self, path: Path) -> str:
+        stat = path.stat()
+        key = str(path.resolve())
+        known = self._known.get(key)
+        if isinstance(known, list) and known[:2] == [stat.st_size, stat.st_mtime_ns]:
+            return str(known[2])
+        digest = sha256_file(path)
+        self._known[key] = [stat.st_size, stat.st_mtime_ns, digest]
+        return digest
+
+
+def plan(recipe: Recipe, until: str | None) -> list[Step]:
+    """What a run would do now, nothing changed."""
+    todo = stages_until(recipe, until)
+    prints, state = Fingerprints(recipe.output), read_state(recipe.output)
+    steps: list[Step] = []
+    for stage in todo:
+        pending = [step.stage for step in steps if step.action != "skip"]
+        steps.append(decide(stage, pending, state, prints))
+    return steps
+
+
+def stages_until(recipe: Recipe, until: str | None) -> list[Stage]:
+    """A recipe's stages up to the one named, or all.
+
+    Raises:
+        PeagleError: the recipe has no such stage.
+    """
+    found = stages(recipe)
+    names = [stage.name for stage in found]
+    if until is None:
+        return found
+    if until not in names:
+        raise PeagleError(f"--until {until}: the recipe has no such stage; it has {', '.join(names)}")
+    return found[: names.index(until) + 1]
+
+
+def decide(stage: Stage, pending: Sequence[Stage], state: dict[str, Any], prints: Fingerprints) -> Step:
+    """Decide about one stage.
+
+    Args:
+        stage: the stage.
+        pending: earlier stages that are yet to run.
+        state: what earlier runs did (`read_state`).
+        prints: hashes of files.
+    """
+    awaited = [earlier.name for earlier in pending if _reads(stage, earlier)]
+    if awaited:
+        return Step(stage, None, "run", "after " + ("all of them" if stage.name == "report" else " and ".join(awaited)))
+    key = key_of(stage, {name: prints.of(Path(name)) or "by name" for name in stage.inputs})
+    known = state.get(stage.name, {})
+    if not known:
+        return Step(stage, key, "run", "not done yet")
+    if known.get("key") != key:
+        return Step(stage, key, "run", "its settings or what it reads have changed")
+    if known.get("status") != "done":
+        return Step(stage, key, "resume", "goes on where it stopped")
+    made = prints.of(stage.output)
+    if made is None:
+        return Step(stage, key, "run", f"{stage.output} is gone")
+    if made != known.get("made"):
+        return Step(stage, key, "run", f"{stage.output} was changed since")
+    return Step(stage, key, "skip", "up to date")
+
+
+def key_of(stage: Stage, inputs: dict[str, str]) -> str:
+    """The identity of a stage's work: its settings and the hashes of what it reads.
+
+    The run's own folder is left out of it, so that a run that was moved is still up to date.
+    """
+    text = json.dumps([stage.name, stage.settings, inputs], sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.replace(str(stage.root), "{output}").encode()).hexdigest()
+
+
+def read_state(output: Path) -> dict[str, Any]:
+    """What earlier runs did, by stage; empty if there was none."""
+    return _read_object(output / STATE) or _read_object(output / _FORMER_STATE)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _reads(stage: Stage, earlier: Stage) -> bool:
+    """Whether a stage reads what an earlier one makes (a report reads everything)."""
+    made = earlier.output.resolve()
+    return stage.name == "report" or any(made in (Path(i).resolve(), *Path(i).resolve().parents) for i in stage.inputs)
 
 
 @dataclass(frozen=True)
@@ -64,46 +213,41 @@ def drafter_parameters(sizes: Sizes, num_layers: int, draft_vocab_size: int) -> 
     return layers, sizes.vocab_size * hidden + NUM_AUX_LAYERS * hidden * hidden, draft_vocab_size * hidden
 
 
-def training_bytes(
-    sizes: Sizes,
-    num_layers: int,
-    draft_vocab_size: int,
-    pack_tokens: int,
-    *,
-    optimizer: str = "adamw",
-    activation_checkpointing: bool = False,
-    train_embeddings: str = "all",
-    num_shards: int = 1,
-) -> float:
+def training_bytes(sizes: Sizes, config: TrainConfig, num_shards: int) -> float:
     """Memory of one training process on a GPU: weights, masters, gradients, optimizer, and the base pass of one pack.
 
-    bfloat16 weights (2 bytes), float32 masters and gradients (4 each), AdamW's two moments (8; with "muon" a momentum
-    of 4 for the layers' matrices), one more head for the verifier where the drafter's is not the same. The base pass
-    keeps, by count of what autograd saves, 7 hidden states, 3 key states and 2 MLP states per layer and token, the
-    collected gradients of keys and values, and 6 hidden states per token at its entry, 2 bytes each. A sixteenth of
-    80 GB is the scratch that blocks take.
+    bfloat16 weights (2 bytes), float32 masters and gradients (4 each), the optimizer's state, one more head for the
+    verifier where the drafter's is not the same. The base pass keeps, by count of what autograd saves, 7 hidden states,
+    3 key states and 2 MLP states per layer and token (with activation checkpointing: one hidden state, keys, values and
+    gradients), the collected gradients of keys and values, and 6 hidden states per token at its entry, 2 bytes each. A
+    sixteenth of 80 GB is the scratch that blocks take.
 
     Args:
         sizes: the verifier's.
-        num_layers, draft_vocab_size: the drafter's.
-        pack_tokens: tokens of a pack.
-        optimizer: "adamw" or "muon".
-        activation_checkpointing: the base pass keeps one hidden state per layer and token, keys, values and gradients.
-        train_embeddings: as in `peagle train`; all but "all" leave the embedding out of masters, gradients and moments.
-        num_shards: processes that share these (FSDP2).
+        config: of the training.
+        num_shards: processes that share masters, gradients and optimizer (FSDP2).
     """
-    layers, others, head = drafter_parameters(sizes, num_layers, draft_vocab_size)
+    layers, others, head = _parameters(sizes, config)
     embedding = sizes.vocab_size * sizes.hidden_size
     weights = 2 * (layers + others + head) + (2 * embedding if head != embedding else 0)
-    if train_embeddings != "all":
+    if config.train_embeddings != "all":
         others -= embedding
-    state = (4 if optimizer == "muon" else 8) * layers + 8 * others
+    state = _moment_bytes(config) * layers + 8 * others
     kv = sizes.num_key_value_heads * sizes.head_dim
     per_layer = 7 * sizes.hidden_size + 5 * kv + 2 * sizes.intermediate_size
-    if activation_checkpointing:
+    if config.activation_checkpointing:
         per_layer = sizes.hidden_size + 4 * kv
-    per_token = num_layers * per_layer + 6 * sizes.hidden_size
-    return weights + (8 * (layers + others) + state) / num_shards + 2 * per_token * pack_tokens + SCRATCH_BYTES
+    per_token = config.num_layers * per_layer + 6 * sizes.hidden_size
+    return weights + (8 * (layers + others) + state) / num_shards + 2 * per_token * config.total_seq_len + SCRATCH_BYTES
+
+
+def _parameters(sizes: Sizes, config: TrainConfig) -> tuple[int, int, int]:
+    return drafter_parameters(sizes, config.num_layers, config.draft_vocab_size or sizes.vocab_size)
+
+
+def _moment_bytes(config: TrainConfig) -> int:
+    """Optimizer state of a layer's parameter: AdamW's two moments, or Muon's momentum."""
+    return 4 if config.optimizer == "muon" else 8
 
 
 def store_bytes(rows: Rows, hidden_size: int, bytes_per_value: int) -> float:
@@ -116,28 +260,22 @@ def slots_per_supervised(num_depths: int, ratio: float, floor: float) -> float:
     return 1 + sum(max(ratio**depth, floor) for depth in range(1, num_depths))
 
 
-def training_work(rows: Rows, sizes: Sizes, settings: dict[str, Any]) -> float:
+def training_work(rows: Rows, sizes: Sizes, config: TrainConfig) -> float:
     """Multiply-adds of an epoch: three passes' worth of the network per slot, two of the head, one of the verifier."""
-    vocab = int(settings.get("draft_vocab_size") or sizes.vocab_size)
-    layers, _, head = drafter_parameters(sizes, int(settings.get("num_layers", 4)), vocab)
-    depths = int(settings.get("num_depths", 4))
-    slots = rows.num_supervised * slots_per_supervised(
-        depths, float(settings.get("down_sample_ratio", 0.7)), float(settings.get("down_sample_ratio_min", 0.2))
-    )
+    layers, _, head = _parameters(sizes, config)
+    ratio, floor = config.down_sample_ratio, config.down_sample_ratio_min
+    slots = rows.num_supervised * slots_per_supervised(config.num_depths, ratio, floor)
     network_slots = rows.num_tokens + slots - rows.num_supervised
-    return (
-        3.0 * layers * network_slots + 2.0 * head * slots + sizes.vocab_size * sizes.hidden_size * rows.num_supervised
-    )
+    verifier_head = sizes.vocab_size * sizes.hidden_size * rows.num_supervised
+    return 3.0 * layers * network_slots + 2.0 * head * slots + verifier_head
 
 
-def training_epochs(rows: Rows, settings: dict[str, Any], num_ranks: int) -> float:
+def training_epochs(rows: Rows, config: TrainConfig, num_ranks: int) -> float:
     """Passes over the rows: as many as `epochs` says, or as `max_steps` steps of full packs come to."""
-    epochs = float(settings.get("epochs", 5))
-    if not settings.get("max_steps"):
-        return epochs
-    packs = int(settings.get("batch_size") or num_ranks) * int(settings.get("gradient_accumulation_steps", 1))
-    tokens = int(settings["max_steps"]) * packs * int(settings.get("total_seq_len", 8192))
-    return min(epochs, tokens / max(rows.num_tokens, 1))
+    if config.max_steps is None:
+        return config.epochs
+    packs = (config.batch_size or num_ranks) * config.gradient_accumulation_steps
+    return min(config.epochs, config.max_steps * packs * config.total_seq_len / max(rows.num_tokens, 1))
 
 
 def count_rows(recipe: Recipe) -> Rows | None:
@@ -151,8 +289,9 @@ def count_rows(recipe: Recipe) -> Rows | None:
     num_rows = min((int(limit) for limit in limits if limit), default=0)
     if not num_rows:
         return None
-    tokens = int(num_rows * float(settings.get("seq_length", 8192)) * ASSUMED_FILL)
-    return Rows(int(num_rows), tokens, int(tokens * ASSUMED_SUPERVISED), False)
+    length = settings.get("seq_length", PrepareConfig.model_fields["seq_length"].default)
+    tokens = int(num_rows * float(length) * ASSUMED_FILL)
+    return Rows(num_rows, tokens, int(tokens * ASSUMED_SUPERVISED), False)
 
 
 def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | None, rate: float | None) -> Estimate:
@@ -167,6 +306,7 @@ def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | Non
     """
     if sizes is None or rows is None:
         return Estimate(None, None, None)
+    config = stage.config
     verifier_work = sizes.parameters_billion * 1e9
     verifier_bytes = 2 * verifier_work + 2e9
 
@@ -178,48 +318,39 @@ def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | Non
         return Estimate(12.0 * rows.num_tokens, verifier_bytes, written_s)
     if stage.name == "prepare":
         return Estimate(5.0 * rows.num_tokens, 1e9, rows.num_rows / 150)
-    if stage.name == "extract":
-        disk = store_bytes(rows, sizes.hidden_size, 4 if stage.settings.get("dtype") == "float32" else 2)
+    if isinstance(config, ExtractConfig):
+        disk = store_bytes(rows, sizes.hidden_size, 4 if config.dtype == "float32" else 2)
         return Estimate(disk, verifier_bytes, seconds(verifier_work * rows.num_tokens, _MFU))
-    if stage.name == "train":
-        settings = stage.settings
-        vocab = int(settings.get("draft_vocab_size") or sizes.vocab_size)
-        layers, others, head = drafter_parameters(sizes, int(settings.get("num_layers", 4)), vocab)
-        epochs = training_epochs(rows, settings, recipe.processes)
-        made = math.ceil(epochs / float(settings.get("checkpoint_freq", 1.0)))
-        kept = min(made, int(settings.get("keep_last") or made)) + 1
-        optimizer = str(settings.get("optimizer", "adamw"))
-        state = (4 + (4 if optimizer == "muon" else 8)) * layers + 12 * others
-        disk = kept * (2.0 * (layers + others + head) + state)
-        pack = int(settings.get("total_seq_len", 8192))
-        memory = training_bytes(
-            *(sizes, int(settings.get("num_layers", 4)), vocab, pack),
-            optimizer=optimizer,
-            activation_checkpointing=bool(settings.get("activation_checkpointing")),
-            train_embeddings=str(settings.get("train_embeddings", "all")),
-            num_shards=recipe.processes if settings.get("fsdp_shard") else 1,
-        )
-        work = epochs * training_work(rows, sizes, settings) / recipe.processes
+    if isinstance(config, TrainConfig):
+        layers, others, head = _parameters(sizes, config)
+        epochs = training_epochs(rows, config, recipe.processes)
+        num_made = math.ceil(epochs / config.checkpoint_freq)
+        num_kept = min(num_made, config.keep_last or num_made) + 1
+        state = (4 + _moment_bytes(config)) * layers + 12 * others
+        disk = num_kept * (2.0 * (layers + others + head) + state)
+        memory = training_bytes(sizes, config, recipe.processes if config.fsdp_shard else 1)
+        work = epochs * training_work(rows, sizes, config) / recipe.processes
         return Estimate(disk, memory, seconds(work, _MFU))
     return Estimate(1e6, verifier_bytes if stage.name == "evaluate" else 1e9, None)
 
 
 def sizes_of(recipe: Recipe) -> Sizes | None:
-    """The verifier's sizes: from its configuration if that can be had, else from the recipe."""
-    from peagle.errors import VerifierError
-    from peagle.verifier.model_config import load_verifier_config
-
+    """The verifier's sizes: from its configuration if that is within reach, else from the recipe."""
     if recipe.sizes is not None and not Path(recipe.verifier).is_dir():
         return recipe.sizes
     try:
-        verifier_config = load_verifier_config(recipe.verifier, False)
+        return verifier_sizes(load_verifier_config(recipe.verifier, False))
     except VerifierError:
         return recipe.sizes
-    known = {name: getattr(verifier_config, name) for name in Sizes.model_fields if hasattr(verifier_config, name)}
+
+
+def verifier_sizes(verifier: VerifierConfig) -> Sizes:
+    """A verifier's sizes, its parameters counted as those of a dense model."""
+    known = {name: getattr(verifier, name) for name in Sizes.model_fields if name != "parameters_billion"}
     sizes = Sizes(**known, parameters_billion=1e-9)
-    layers, _, _ = drafter_parameters(sizes, verifier_config.num_layers, verifier_config.vocab_size)
-    head = verifier_config.vocab_size * verifier_config.hidden_size * (1 if verifier_config.tied else 2)
-    return sizes.model_copy(update={"parameters_billion": (layers + head) / 1e9})
+    layers, _, head = drafter_parameters(sizes, verifier.num_layers, verifier.vocab_size)
+    num_parameters = layers + head * (1 if verifier.tied else 2)
+    return sizes.model_copy(update={"parameters_billion": num_parameters / 1e9})
 
 
 def measured_rate() -> float:
@@ -236,12 +367,6 @@ def measured_rate() -> float:
         (a @ a).sum().item()
         best = max(best, size**3 / (time.perf_counter() - began_s))
     return best
-
-
-# ---- The plan of a recipe as a table or as JSON: what would run and why, disk, memory, time.
-
-
-_WIDE = 116
 
 
 def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], Rows | None]:

@@ -1,26 +1,27 @@
-"""A recipe: the whole road in one YAML file, and the stages that follow from it."""
+"""A recipe: the whole pipeline in one YAML file, and the stages that follow from it."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import Field
 
 from peagle import embedded
 from peagle.config import StageConfig, read_yaml
 from peagle.errors import ConfigError
-from peagle.files import sha256_file, write_json
+from peagle.vllm.config import LaunchConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+# An `endpoint: server` in a stage means the vLLM that the recipe's own `server:` section starts.
 SERVER = "server"
+DEFAULT_PORT = 8000
 
-# stage -> (module of its config, the config's name), in the order of the road
+# stage -> (module of its config, the config's name), in the order of the pipeline
 STAGES: dict[str, tuple[str, str]] = {
     "regenerate": ("peagle.regenerate.config", "RegenerateConfig"),
     "prepare": ("peagle.data.config", "PrepareConfig"),
@@ -54,7 +55,7 @@ class Sizes(StageConfig):
 
 
 class Recipe(StageConfig):
-    """One file for the whole road. A stage runs if its key is there; paths between stages are filled in."""
+    """One file for the whole pipeline. A stage runs if its key is there; paths between stages are filled in."""
 
     name: str
     """What the run is called."""
@@ -71,28 +72,32 @@ class Recipe(StageConfig):
     processes: int = Field(1, ge=1)
     """Training processes (torchrun), one for each GPU."""
     regenerate: dict[str, Any] | None = None
-    """On-policy answers first."""
+    """The verifier answers the prompts itself."""
     prepare: dict[str, Any] | None = None
-    """Conversations to rows."""
+    """Conversations become token rows with a loss mask."""
     extract: dict[str, Any] | None = None
-    """Rows to states."""
+    """The verifier's hidden states on the rows are stored."""
     train: dict[str, Any] | None = None
-    """States to a drafter."""
+    """A drafter learns from the states."""
     check: dict[str, Any] | None = None
-    """Is it servable?"""
+    """Would a serving engine load the drafter?"""
     evaluate: dict[str, Any] | None = None
-    """How good is it?"""
+    """The drafter is measured beside the verifier alone."""
     report: dict[str, Any] | None = None
-    """The page that shows it."""
+    """Everything on one page."""
+
+    @property
+    def server_url(self) -> str:
+        """Address of the recipe's own server."""
+        return f"http://localhost:{(self.server or {}).get('port', DEFAULT_PORT)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """One stage of a recipe, ready to run."""
 
     name: str
-    settings: dict[str, Any]
-    """Everything its config takes, paths filled in, JSON-able."""
+    config: StageConfig
     inputs: tuple[str, ...]
     """Files, folders, hub names that it reads."""
     output: Path
@@ -101,6 +106,11 @@ class Stage:
     """Whether it talks to the recipe's vLLM."""
     root: Path
     """The recipe's output folder."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that differs from the config's defaults, JSON-able."""
+        return self.config.model_dump(mode="json", exclude_defaults=True)
 
 
 def find(name_or_path: str) -> Path:
@@ -150,77 +160,94 @@ def stages(recipe: Recipe) -> list[Stage]:
     Raises:
         ConfigError: a setting of a stage that does not fit; the stage is named.
     """
-    found = []
-    for name in STAGES:
+    ready = []
+    for name, (wired, reads, output) in _wiring(recipe).items():
         given = getattr(recipe, name)
         if given is None:
             continue
-        wired, reads, output = _wire(recipe, name)
         settings = {**wired, **given}
-        uses_server = _to_server(settings, recipe)
-        config_type = config_of(name)
+        uses_server = settings.get("endpoint") in (SERVER, [SERVER])
+        if uses_server and recipe.server is None:
+            raise ConfigError(
+                f"recipe `{recipe.name}`: an endpoint is `server`, but the recipe has no `server:` section"
+            )
+        if uses_server:
+            settings["endpoint"] = [f"{recipe.server_url}/v1"]
+        module, class_name = STAGES[name]
+        config_type: type[StageConfig] = getattr(importlib.import_module(module), class_name)
         try:
             config = config_type.build(settings)
         except ConfigError as error:
             raise ConfigError(f"recipe `{recipe.name}`, stage `{name}`: {error}") from None
-        plain = config.model_dump(mode="json", exclude_defaults=True)
         inputs = [_unlabelled(str(embedded.resolve(item))) for key in reads for item in _as_list(settings.get(key))]
-        place = Path(settings.get("output", output))
-        found.append(Stage(name, plain, tuple(dict.fromkeys(inputs)), place, uses_server, recipe.output))
-    return found
+        ready.append(
+            Stage(
+                name=name,
+                config=config,
+                inputs=tuple(dict.fromkeys(inputs)),
+                output=Path(output),
+                uses_server=uses_server,
+                root=recipe.output,
+            )
+        )
+    return ready
 
 
-def config_of(stage: str) -> type[StageConfig]:
-    """The config class of a stage; importing it costs what its room costs, so it is done late."""
-    module_name, class_name = STAGES[stage]
-    return getattr(importlib.import_module(module_name), class_name)
+def server_config(recipe: Recipe) -> LaunchConfig | None:
+    """The recipe's server as `launch-vllm` takes it.
 
-
-def _wire(recipe: Recipe, stage: str) -> tuple[dict[str, Any], tuple[str, ...], Path]:
-    """What follows from the recipe for a stage: settings, the settings that name inputs, the output."""
-    at = recipe.output
-    answers, prepared, states, checkpoints = (
-        at / "answers.jsonl",
-        at / "prepared",
-        at / "hidden_states",
-        at / "checkpoints",
-    )
-    best = checkpoints / "checkpoint_best"
-    if stage == "regenerate":
-        return {"model": recipe.verifier, "output": answers}, ("model", "data"), answers
-    if stage == "prepare":
-        data = {} if recipe.regenerate is None else {"data": [str(answers)]}
-        return {"model": recipe.verifier, "output": prepared, **data}, ("model", "data"), prepared
-    if stage == "extract":
-        places = {"preprocessed_data": prepared, "output": states}
-        return {"model": recipe.verifier, **places}, ("model", "preprocessed_data"), states
-    if stage == "train":
-        paths = {"data_path": prepared, "hidden_states_path": states, "save_path": checkpoints}
-        # online and hybrid training makes its states itself: what it leaves is no input
-        reads = ("verifier_name_or_path", "data_path", *(["hidden_states_path"] if recipe.extract is not None else []))
-        return {"verifier_name_or_path": recipe.verifier, **paths}, reads, checkpoints
-    if stage == "check":
-        return {"checkpoint": str(best)}, ("checkpoint",), best
-    if stage == "evaluate":
-        return {"checkpoint": str(best), "output": at / "evaluation"}, ("checkpoint", "data"), at / "evaluation"
-    measured = [str(at / "evaluation"), str(checkpoints)]
-    return {"folders": measured, "output": at / "report"}, ("folders",), at / "report"
-
-
-def _to_server(settings: dict[str, Any], recipe: Recipe) -> bool:
-    """Replace the endpoint `server` by the address of the recipe's server; tell whether it was there."""
-    if settings.get("endpoint") not in (SERVER, [SERVER]):
-        return False
+    Raises:
+        ConfigError: a setting in the recipe's `server:` section that does not fit.
+    """
     if recipe.server is None:
-        raise ConfigError(f"recipe `{recipe.name}`: an endpoint is `server`, but the recipe has no `server:` section")
-    settings["endpoint"] = [f"http://localhost:{recipe.server.get('port', 8000)}/v1"]
-    return True
+        return None
+    given = {"model": recipe.verifier, "hidden_states_path": recipe.output / "hidden_states", **recipe.server}
+    arguments = ["--port", given.pop("port", DEFAULT_PORT), *given.pop("extra_args", [])]
+    try:
+        return LaunchConfig.build({**given, "extra_args": tuple(map(str, arguments))})
+    except ConfigError as error:
+        raise ConfigError(f"recipe `{recipe.name}`, `server`: {error}") from None
+
+
+def _wiring(recipe: Recipe) -> dict[str, tuple[dict[str, Any], tuple[str, ...], Any]]:
+    """What follows from the recipe for each stage: settings, the settings that name its inputs, its output."""
+
+    def place(stage: str, key: str, name: str) -> Any:
+        return (getattr(recipe, stage) or {}).get(key, recipe.output / name)
+
+    model = {"model": recipe.verifier}
+    answers = place("regenerate", "output", "answers.jsonl")
+    prepared = place("prepare", "output", "prepared")
+    states = place("extract", "output", "hidden_states")
+    checkpoints = place("train", "save_path", "checkpoints")
+    best = Path(checkpoints) / "checkpoint_best"
+    evaluation = place("evaluate", "output", "evaluation")
+    report = place("report", "output", "report")
+    data = {} if recipe.regenerate is None else {"data": [str(answers)]}
+    training = {"data_path": prepared, "hidden_states_path": states, "save_path": checkpoints}
+    # online and hybrid training makes its states itself: what it leaves is no input
+    trained_on = ("data_path",) if recipe.extract is None else ("data_path", "hidden_states_path")
+    return {
+        "regenerate": ({**model, "output": answers}, ("model", "data"), answers),
+        "prepare": ({**model, "output": prepared, **data}, ("model", "data"), prepared),
+        "extract": (
+            {**model, "preprocessed_data": prepared, "output": states},
+            ("model", "preprocessed_data"),
+            states,
+        ),
+        "train": (
+            {"verifier_name_or_path": recipe.verifier, **training},
+            ("verifier_name_or_path", *trained_on),
+            checkpoints,
+        ),
+        "check": ({"checkpoint": str(best)}, ("checkpoint",), best),
+        "evaluate": ({"checkpoint": str(best), "output": evaluation}, ("checkpoint", "data"), evaluation),
+        "report": ({"folders": [str(evaluation), str(checkpoints)], "output": report}, ("folders",), report),
+    }
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
     """Set `stage.key=value` (or `key=value`) in a recipe's mapping; the value is read as YAML."""
-    import yaml
-
     name, sign, text = change.partition("=")
     if not sign:
         raise ConfigError(f"--set {change}: expected stage.key=value, such as train.lr=1e-3")
@@ -248,80 +275,3 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-@dataclass(frozen=True)
-class Step:
-    """A stage and what is to be done about it."""
-
-    stage: Stage
-    key: str | None
-    """Identity of its work; None while an earlier stage has yet to make what it reads."""
-    action: str
-    """"skip", "resume" or "run"."""
-    why: str
-
-
-# ---- What a stage read and wrote, as hashes of contents: equal hashes mean that nothing has to be done again.
-
-
-# Differ between runs that made the same thing: times, versions, logs, locks.
-_NOT_CONTENT = {"manifest.json", "run.yaml", "metrics.jsonl", "README.md", "recipe.json"}
-_STORE = "store.json"
-
-
-class Fingerprints:
-    """Hashes of files and folders; a file is read again only if its size or its time of change differ."""
-
-    def __init__(self, cache_file: Path) -> None:
-        self._file = cache_file
-        self._known: dict[str, list[Any]] = {}
-        try:
-            known = json.loads(cache_file.read_text(encoding="utf-8"))
-            self._known = known if isinstance(known, dict) else {}
-        except (OSError, ValueError):
-            pass  # a cache: without it every file is read once more
-
-    def of(self, path: Path) -> str | None:
-        """The hash of a file's content, or of everything that a folder holds; None if nothing is there.
-
-        A hidden-state store stands for itself by its JSON files, which have the checksum of every shard.
-        """
-        if path.is_file():
-            return self._file_hash(path)
-        if not path.is_dir():
-            return None
-        is_store = (path / _STORE).is_file()
-        digest = hashlib.sha256()
-        found = False
-        for file in sorted(path.rglob("*")):
-            relative = file.relative_to(path)
-            hidden = any(part.startswith(".") or part == "training_state" for part in relative.parts)
-            if hidden or not file.is_file() or file.name in _NOT_CONTENT or (is_store and file.suffix != ".json"):
-                continue
-            found = True
-            digest.update(f"{relative.as_posix()}\0{self._file_hash(file)}\n".encode())
-        return digest.hexdigest() if found else None
-
-    def save(self) -> None:
-        """Keep the cache for the next run."""
-        write_json(self._file, self._known)
-
-    def _file_hash(self, path: Path) -> str:
-        stat = path.stat()
-        key = str(path.resolve())
-        known = self._known.get(key)
-        if isinstance(known, list) and known[:2] == [stat.st_size, stat.st_mtime_ns]:
-            return str(known[2])
-        digest = sha256_file(path)
-        self._known[key] = [stat.st_size, stat.st_mtime_ns, digest]
-        return digest
-
-
-def key_of(stage: str, settings: dict[str, Any], inputs: dict[str, str], root: Path) -> str:
-    """The identity of a stage's work: its settings and the hashes of what it reads.
-
-    The run's own folder (`root`) is left out of it, so that a run that was moved is still up to date.
-    """
-    text = json.dumps([stage, settings, inputs], sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.replace(str(root), "{output}").encode()).hexdigest()
