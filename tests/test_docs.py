@@ -125,7 +125,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page():
     """Flag pages are reached from their index, design notes from where they matter."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    entries = set(re.findall(r":\s+([\w/-]+\.md)$", text[text.index("nav:") :], flags=re.M))
+    entries = set(re.findall(r":\s+([\w./-]+\.md)$", text[text.index("nav:") :], flags=re.M))
     pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}
     assert entries <= pages
     assert {p for p in pages - entries if not p.startswith(("config/", "design/"))} == set()
