@@ -15,7 +15,7 @@ from peagle.evaluate.counts import report as acceptance
 from peagle.report.config import ReportConfig
 from peagle.report.data import collect
 from peagle.report.report import report
-from peagle.report.sections import MAX_POINTS, thinned, training_curves
+from peagle.report.sections import MAX_POINTS, thinned, training_charts
 
 VERIFIER = "Example/Verifier-1B"
 
@@ -148,7 +148,7 @@ def test_one_training_measured_twice_is_drawn_once(tmp_path):
     assert [title for title in titles if title.startswith("Loss: ")] == ["Loss: again, a"]
 
 
-def test_agreement_of_replay_and_lossless_answers_are_told_in_words(tmp_path):
+def test_agreement_of_replay_and_lossless_answers_are_shown_in_words(tmp_path):
     folders = [write_run(tmp_path / name) for name in ("a", "b")]
     for folder, equal in zip(folders, (True, False)):
         found = json.loads((folder / "evaluation.json").read_text())
@@ -220,7 +220,7 @@ def test_long_curves_are_thinned_to_means_and_keep_their_last_step():
 
 def test_training_without_validation_shows_the_training_accuracy():
     rows = [{"kind": "train", "step": s, "loss": 2.0, "accuracy": [0.5, None]} for s in (1, 2)]
-    assert [curve.title for curve in training_curves(rows)] == ["Loss", "Training accuracy per depth"]
+    assert [chart.title for chart in training_charts(rows)] == ["Loss", "Training accuracy per depth"]
 
 
 def test_an_evaluation_and_the_checkpoints_that_it_names_are_one_drafter(tmp_path):

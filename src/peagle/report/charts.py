@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from html import escape
+
+Points = tuple[tuple[float, float | None], ...]
 
 NUM_COLOURS = 9
 _WIDTH, _HEIGHT = 480, 290
@@ -19,7 +21,7 @@ class Series:
     """One line: points in ascending x; a point whose y is None leaves a gap."""
 
     name: str
-    points: tuple[tuple[float, float | None], ...]
+    points: Points
     colour: int
     """Index into the page's palette, 0 .. NUM_COLOURS - 1."""
     is_strong: bool = False
@@ -38,6 +40,7 @@ class Axis:
     label: str
     show: Callable[[float], str]
     """A tick's text."""
+    _: KW_ONLY
     ticks: tuple[float, ...] | None = None
     """Where the ticks go; None chooses round numbers."""
     floor: float | None = None
@@ -48,7 +51,7 @@ class Axis:
     """Ticks only at whole numbers."""
 
 
-def percent(value: float) -> str:
+def whole_percent(value: float) -> str:
     """0.713 as "71 %"."""
     return f"{100 * value:.0f} %"
 
@@ -93,10 +96,10 @@ def line_chart(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis)
         parts.append(f'<path class="line c{s.colour}{" strong" if s.is_strong else ""}" d="{_path(s, place)}"/>')
         if len(s.known) <= 24:
             for x, y in s.known:
-                told = f"{s.name}, {x_axis.label} {x_axis.show(x)}: {y_axis.show(y)}"
+                text = f"{s.name}, {x_axis.label} {x_axis.show(x)}: {y_axis.show(y)}"
                 parts.append(
                     f'<circle class="dot c{s.colour}" cx="{place.x(x):.1f}" cy="{place.y(y):.1f}" r="3">'
-                    f"<title>{escape(told)}</title></circle>"
+                    f"<title>{escape(text)}</title></circle>"
                 )
     if len(drawn) > 1:
         wanted = [(place.y(s.known[-1][1]), s) for s in drawn]
@@ -114,8 +117,8 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], best: int, x_label:
     """Draw one bar for each (name, value) with its value above it; bar `best` stands out. "" where there is none."""
     if not bars:
         return ""
-    place = _Scale([0.5, len(bars) + 0.5], [value for _, value in bars], Axis("", plain, ()), y_axis, 16)
-    names = Axis(x_label, lambda x: bars[int(x) - 1][0], tuple(range(1, len(bars) + 1)))
+    place = _Scale([0.5, len(bars) + 0.5], [value for _, value in bars], Axis("", plain, ticks=()), y_axis, 16)
+    names = Axis(x_label, lambda x: bars[int(x) - 1][0], ticks=tuple(range(1, len(bars) + 1)))
     parts = [*_frame(title, place, names, y_axis)]
     width = (place.x(1) - place.x(0)) * 0.62
     base = place.y(place.low_y)

@@ -16,7 +16,7 @@ METRICS = "metrics.jsonl"
 _NOT_ENTERED = {"hidden_states", "training_state", "node_modules", "__pycache__"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One drafter, as far as it is known: a column of the report."""
 
@@ -136,25 +136,31 @@ def _of_evaluation(path: Path, name: str, root: Path) -> Record:
         for key in keys & evaluation.keys():
             if not isinstance(evaluation[key], wanted):
                 found = repr(evaluation[key])[:60]
-                raise DataError(f"{path}: `{key}` is {found}, expected {kind}; measure again, or mend the file")
+                raise DataError(f"{path}: `{key}` is {found}, expected {kind}; measure again, or repair the file")
     checkpoint = _checkpoint_folder(evaluation, path.parent, root)
     metrics_path = _metrics_of(checkpoint, root)
     manifests = _manifests([path.parent, checkpoint, checkpoint.parent if checkpoint else None])
     return Record(
-        name,
-        path.parent,
-        evaluation,
-        read_metrics(metrics_path) if metrics_path else (),
-        read_json(checkpoint / "config.json") if checkpoint else {},
-        manifests,
-        metrics_path,
+        name=name,
+        folder=path.parent,
+        evaluation=evaluation,
+        metrics=read_metrics(metrics_path) if metrics_path else (),
+        checkpoint=read_json(checkpoint / "config.json") if checkpoint else {},
+        manifests=manifests,
+        metrics_path=metrics_path,
     )
 
 
 def _of_training(path: Path, name: str, root: Path) -> Record:
-    best = path.parent / "checkpoint_best"
-    config = read_json(best / "config.json")
-    return Record(name, path.parent, {}, read_metrics(path), config, _manifests([path.parent, root]), path)
+    return Record(
+        name=name,
+        folder=path.parent,
+        evaluation={},
+        metrics=read_metrics(path),
+        checkpoint=read_json(path.parent / "checkpoint_best" / "config.json"),
+        manifests=_manifests([path.parent, root]),
+        metrics_path=path,
+    )
 
 
 def _checkpoint_folder(evaluation: dict[str, Any], beside: Path, root: Path) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
@@ -44,7 +44,7 @@ class Grid:
     head: tuple[str, ...]
     rows: tuple[Line, ...]
     caption: str = ""
-    is_facts: bool = False
+    is_text: bool = False
     """Two columns of text, names and values."""
 
 
@@ -62,13 +62,14 @@ class Section:
     """A heading with tables and charts."""
 
     title: str
+    _: KW_ONLY
     text: str = ""
     tables: tuple[Grid, ...] = ()
     charts: tuple[Chart, ...] = ()
     footnote: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Page:
     """A whole report."""
 
@@ -79,23 +80,18 @@ class Page:
     sections: tuple[Section, ...]
 
 
-def environment() -> Environment:
-    """Templates of this room; HTML is escaped, Markdown is not. `code` sets what stands between backticks as code."""
-    found = Environment(
+def html(page: Page) -> str:
+    """One self-contained HTML page: styles and charts inside, no script, nothing fetched."""
+    templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=select_autoescape(("html", "html.j2")),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-    return found
-
-
-def html(page: Page) -> str:
-    """One self-contained HTML page: styles and charts inside, no script, nothing fetched."""
-    template = environment().get_template("report.html.j2")
-    return template.render(
+    # what stands between backticks is set as code
+    templates.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    return templates.get_template("report.html.j2").render(
         title=page.title,
         subtitle=page.subtitle,
         cards=page.cards,
@@ -130,19 +126,14 @@ def markdown_table(grid: Grid) -> list[str]:
         return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     head = grid.head or ("",) * len(grid.rows[0].cells)
-    align = "|".join("---" if i == 0 or grid.is_facts else "---:" for i in range(len(head)))
+    align = "|".join("---" if i == 0 or grid.is_text else "---:" for i in range(len(head)))
     caption = [f"*{grid.caption}*", ""] if grid.caption else []
     return [*caption, line(head), f"|{align}|", *(line(row.cells) for row in grid.rows)]
 
 
-def number(value: float | None, digits: int, missing: str = MISSING) -> str:
-    """A figure as a cell shows it: 12,345.7; `missing` where there is none."""
-    return missing if value is None else f"{value:,.{digits}f}"
-
-
-def in_percent(value: float | None) -> str:
-    """A share of 0..1 in %, without the sign."""
-    return MISSING if value is None else f"{100 * value:.1f}"
+def number(value: float | None, digits: int) -> str:
+    """A figure as a cell shows it: 12,345.7."""
+    return MISSING if value is None else f"{value:,.{digits}f}"
 
 
 def ratio(value: float | None) -> str:

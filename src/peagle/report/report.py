@@ -12,7 +12,6 @@ from typing import Any
 from peagle.errors import DataError
 from peagle.files import whole_file
 from peagle.report import sections
-from peagle.report import sections as report_speed
 from peagle.report.config import ReportConfig
 from peagle.report.data import Record, collect
 from peagle.report.page import Page, html, markdown
@@ -53,22 +52,22 @@ def build(records: Sequence[Record], title: str | None) -> Page:
     names = [record.name for record in records]
     shown = title or ("Drafter " + names[0] if len(names) == 1 else "Drafters: " + ", ".join(names))
     measured = [record for record in records if record.evaluation]
-    found = [
+    parts = [
         sections.side_by_side(measured),
         *(sections.acceptance(record, len(measured) > 1) for record in measured),
         sections.curves(measured),
         sections.contexts(measured),
-        report_speed.speed(measured),
-        report_speed.best_number(measured),
+        sections.speed(measured),
+        sections.best_number(measured),
         sections.training(records),
         sections.what_was_run(records),
     ]
     return Page(
-        shown,
-        sections.subtitle(records),
-        tuple(sections.cards(measured[0])) if len(measured) == 1 else (),
-        tuple(sections.notes(measured)),
-        tuple(section for section in found if section is not None),
+        title=shown,
+        subtitle=sections.subtitle(records),
+        cards=tuple(sections.cards(measured[0])) if len(measured) == 1 else (),
+        notes=tuple(sections.notes(measured)),
+        sections=tuple(section for section in parts if section is not None),
     )
 
 
