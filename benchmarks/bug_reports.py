@@ -1,8 +1,8 @@
-"""Count the bug reports of docs/bug-reports.md whose tests pass: each test that bears a report's id is run.
+"""Count the bug reports of docs/bug-reports.md whose tests pass: every test with a report's id is run.
 
     .venv/bin/python benchmarks/bug_reports.py [--json]
 
-A report passes if at least one test bears its id (`test_D01_...`), and none of them fails. `not_applicable` are those
+A report passes if at least one test has its id (`test_D01_...`) and none of those fails. `not_applicable` are those
 that the page says cannot apply, with the reason there. Exit status 1 if a report is missing or failed.
 """
 

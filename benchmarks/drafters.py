@@ -31,7 +31,7 @@ from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer
 
-KINDS = ("eagle3", "peagle")
+TYPES = ("eagle3", "peagle")
 ANSWER_LIMIT = 200
 _SHORT, _LONG = 4, 16  # steps of the two runs whose difference tells what a step costs
 
@@ -83,7 +83,7 @@ def train_for(kind: str, folder: Path, save_path: Path, steps: int, options: arg
     )
     began_s = time.process_time()
     if train(config).signal_number is not None:
-        raise SystemExit("stopped by a signal; the same command with --output goes on")
+        raise SystemExit("stopped by a signal; the same command with --output continues")
     return time.process_time() - began_s
 
 
@@ -179,14 +179,14 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "states" / "store.json").exists():
             make_data(folder, options.questions)
-        made = {kind: trained(kind, folder, options) for kind in KINDS}
+        made = {kind: trained(kind, folder, options) for kind in TYPES}
         found = measured({kind: one["checkpoint"] for kind, one in made.items()}, options)
-    for kind in KINDS:
+    for kind in TYPES:
         found[kind] |= {name: value for name, value in made[kind].items() if name != "checkpoint"}
     setting = {"layers": options.layers, "depth": options.depth, "cpu_s": options.cpu_seconds}
     result = {**found, "setting": {**setting, "threads": options.threads, "versions": log.versions()}}
     print(json.dumps(result) if options.json else shown(found, options.depth))
-    is_sound = all(found[kind]["lossless"] for kind in KINDS)
+    is_sound = all(found[kind]["lossless"] for kind in TYPES)
     return int(not is_sound or found["peagle"]["draft_ms_per_pass"] >= found["eagle3"]["draft_ms_per_pass"])
 
 

@@ -328,8 +328,8 @@ class Bench:
         steps, macs, slots = self.fill(seed, budget, settings)
         save_path = self.folder / "runs" / f"ours-{steps}-{seed}"
         config = self.config(seed, steps, settings, save_path)
-        told = {name: getattr(config, name) for name in RECIPE} | {MASK_HIDDEN: None} | changes
-        digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+        recorded = {name: getattr(config, name) for name in RECIPE} | {MASK_HIDDEN: None} | changes
+        digest = hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()[:12]
         save_path = save_path.with_name(f"{save_path.name}-{digest}")
         report = save_path.with_suffix(".json")
         if report.exists():
@@ -339,7 +339,7 @@ class Bench:
         with mask_hidden_from(changes.get(MASK_HIDDEN)):
             result = train(config)
         if result.signal_number is not None:
-            raise SystemExit("stopped by a signal; the same command with --output goes on")
+            raise SystemExit("stopped by a signal; the same command with --output continues")
         seconds = time.process_time() - began_s
         drafter = load(str(save_path / "checkpoint_last"), DTYPES["float32"], torch_device())
         found = {

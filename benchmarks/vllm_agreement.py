@@ -13,11 +13,11 @@ demo's drafter with half its training, on hidden states that vLLM handed out (or
   replay` on the same answers and those of our engine; `draft_tokens_equal`: every draft is our engine's. A difference
   counts as equal only where it is shown to be a logit gap under 1e-4 (`decoding.ties`);
 - `chi2_p`: chi-square test of the first three tokens at temperature 1, with the drafter against without.
-  `chi2_sampling_repaired` says whether a fault of vLLM's own CPU kernel was put right for it, `chi2_p_as_shipped` what
-  comes out without (docs/design/vllm.md);
-- `extract_rate_ratio`: tokens per second of extraction over those of plain prefill, the same requests by turns.
+  `chi2_sampling_repaired` says whether a fault of vLLM's own CPU kernel was repaired for it, `chi2_p_as_shipped` is the
+  result without the repair (docs/design/vllm.md);
+- `extract_rate_ratio`: tokens per second of extraction over those of plain prefill, with the same requests in turn.
 
-Exit status 1 if one of them is not as it should be. One thread per process; one engine or two servers at a time.
+Exit status 1 if one of them fails its bound. One thread per process; one engine or two servers at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def ensure_vllm() -> None:
-    """Go on in an environment that has vLLM; it is built if there is none. Does not return where it has to change."""
+    """Continue in an environment that has vLLM, building it if needed. Does not return if it changes environments."""
     if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("peagle") is not None:
         return
     done = subprocess.run(["bash", str(ROOT / "scripts" / "setup_vllm.sh")], stdout=sys.stderr, check=False)
@@ -77,7 +77,7 @@ def make_drafter(verifier: Path, work: Path, questions: int, steps: int) -> Path
     return checkpoints / "checkpoint_best"
 
 
-def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """All figures."""
     import torch
 
@@ -88,7 +88,7 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
     from tests.vllm.support.engines import Engines
 
     torch.set_num_threads(1)
-    verifier = Path(embedded.resolve(asked.verifier)).resolve()
+    verifier = Path(embedded.resolve(options.verifier)).resolve()
     vocab_size = load_verifier_config(str(verifier), False).vocab_size
     figures: dict[str, Any] = {}
     seconds: dict[str, float] = {}
@@ -100,13 +100,13 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
         began_s = time.monotonic()
         print(f"{part}: {seconds[part]:.0f} s", file=sys.stderr, flush=True)
 
-    drafter = None if asked.drafter is None else Path(asked.drafter).resolve()
-    if drafter is None and not {"decoding", "sampling"} <= set(asked.skip):
-        drafter = make_drafter(verifier, work / "drafter", asked.questions, asked.steps)
+    drafter = None if options.drafter is None else Path(options.drafter).resolve()
+    if drafter is None and not {"decoding", "sampling"} <= set(options.skip):
+        drafter = make_drafter(verifier, work / "drafter", options.questions, options.steps)
         done("drafter")
     engines = Engines(work / "vllm.log")
     try:
-        if "states" not in asked.skip:
+        if "states" not in options.skip:
             rows = states.mixed_rows(48, vocab_size, 600, 0)
             errors = {"verifier": states.states_error(engines, verifier, rows, work / "v")}
             rows = states.mixed_rows(12, 260, 300, 1)
@@ -115,11 +115,17 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
                 errors[family] = states.states_error(engines, made, rows, work / f"{family}-states")
             figures |= {"states_error": max(errors.values()), "states_errors": errors}
             done("states")
-        prompts = decoding.question_prompts(verifier, embedded.TEST_QUESTIONS, asked.prompts)
-        if "decoding" not in asked.skip:
+        prompts = decoding.question_prompts(verifier, embedded.TEST_QUESTIONS, options.prompts)
+        if "decoding" not in options.skip:
             assert drafter is not None
             found = decoding.compare_decoding(
-                engines, verifier, drafter, prompts, asked.max_tokens, asked.num_speculative_tokens, work / "decoding"
+                engines,
+                verifier,
+                drafter,
+                prompts,
+                options.max_tokens,
+                options.num_speculative_tokens,
+                work / "decoding",
             )
             figures |= {
                 "answers": found.answers,
@@ -129,10 +135,10 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
                 "decoding": found.__dict__,
             }
             done("decoding")
-        if "sampling" not in asked.skip:
+        if "sampling" not in options.skip:
             assert drafter is not None
             sampled = sampling.compare_sampling(
-                engines, verifier, drafter, prompts[0], asked.samples, asked.num_speculative_tokens
+                engines, verifier, drafter, prompts[0], options.samples, options.num_speculative_tokens
             )
             figures |= {
                 "chi2_p": sampled.p_value,
@@ -143,20 +149,20 @@ def measure(asked: argparse.Namespace, work: Path) -> dict[str, Any]:
             done("sampling")
     finally:
         engines.close()
-    if "rate" not in asked.skip:
+    if "rate" not in options.skip:
         figures |= extract_rate_ratio(verifier, vocab_size, work)
         done("rate")
     return {**figures, "seconds": seconds}
 
 
 def memory_disk() -> str | None:
-    """A memory disk with room for the states, or None: the usual place for temporary files."""
+    """A memory disk large enough for the states, or None: the usual place for temporary files."""
     shared = Path("/dev/shm")
     return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 2 << 30 else None
 
 
 def is_good(figures: dict[str, Any]) -> bool:
-    """Whether everything that was measured is as it should be."""
+    """Whether everything that was measured is within its bound."""
     return (
         figures.get("states_error", 0.0) <= 1e-5
         and figures.get("identical") == figures.get("answers")
@@ -171,7 +177,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verifier", default="embedded:verifier")
-    parser.add_argument("--drafter", help="a checkpoint for it; left out: one is trained")
+    parser.add_argument("--drafter", help="a checkpoint for it; by default one is trained")
     parser.add_argument("--questions", type=int, default=500, help="training questions for that drafter")
     parser.add_argument("--steps", type=int, default=300, help="its training steps")
     parser.add_argument("--prompts", type=int, default=60)
@@ -180,17 +186,17 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--skip", nargs="*", default=[], choices=PARTS)
     parser.add_argument("--json", action="store_true", help="print one JSON object on one line last")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     ensure_vllm()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(dir=memory_disk()) as folder:
         try:
-            figures = measure(asked, Path(folder))
+            figures = measure(options, Path(folder))
         except RuntimeError:
             for log in sorted(Path(folder).glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
             raise
-    if asked.json:
+    if options.json:
         print(json.dumps(figures), flush=True)
     else:
         for name, value in figures.items():

@@ -1,8 +1,8 @@
-"""What extraction costs: tokens per second with it and without, by turns.
+"""What extraction costs: tokens per second with it and without it, in turn.
 
-Two servers of the same vLLM with the same settings, of which only one hands out hidden states. Both are asked by the
-same client with the same requests; extraction's time ends when the last row's states are in this process's memory and
-its file is gone.
+Two servers of the same vLLM with the same settings, of which only one hands out hidden states. The same client sends
+both the same requests; extraction's time ends when the last row's states are in this process's memory and its file is
+gone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Run = Callable[[Sequence[list[int]]], None]
 
 
 def extract_rate_ratio(verifier: Path, vocab_size: int, work: Path) -> dict[str, Any]:
-    """Tokens per second of extraction over those of plain prefill: median over portions of rows, asked for by turns.
+    """Tokens per second of extraction over those of plain prefill: median over portions of rows, in turn.
 
-    Portions of some seconds, because other programs on the machine come and go: both sides of a pair meet the same.
+    Portions take a few seconds, because the load of the machine varies: both sides of a pair meet the same.
     """
     rng = random.Random(2)
     rows = [[rng.randrange(3, vocab_size) for _ in range(rng.randint(*LENGTHS))] for _ in range(ROWS)]

@@ -86,8 +86,8 @@ def page(command: str, config_type: type[StageConfig], text: str) -> str:
     for name in order:
         out += [f"## {name}", "", "| flag | takes | default | meaning |", "|---|---|---|---|", *groups[name], ""]
     out += [
-        "Every command also takes `--config FILE` (YAML with these settings, dashes written as `_`; flags win over",
-        "it), `--quiet` (warnings and errors only) and `--verbose`.",
+        "Every command also takes `--config FILE` (YAML with these settings, `_` for `-`; flags win over it),",
+        "`--quiet` (warnings and errors only) and `--verbose`.",
         "",
     ]
     return "\n".join(out)
@@ -105,8 +105,8 @@ def index() -> str:
     out += [
         "## Everywhere",
         "",
-        "`--config FILE` reads settings from YAML (a run's own `run.yaml` too; flags win), `--quiet` says warnings and "
-        "errors only, `--verbose` adds how an error came about. Where there is no terminal, progress is a plain line "
+        "`--config FILE` reads settings from YAML (a run's own `run.yaml` too; flags win over it), `--quiet` prints "
+        "only warnings and errors, `--verbose` adds the traceback of an error. Without a terminal, progress is a plain line "
         "now and then. `peagle --install-completion` completes commands and flags in your shell.",
         "",
         "## Exit status",
@@ -115,8 +115,8 @@ def index() -> str:
         "|---|---|",
         "| 0 | done |",
         "| 1 | a measurement failed its bar (a checkpoint that `check` refuses, answers that differ), or a bug |",
-        "| 2 | something you can mend; one line says what and how |",
-        "| 130 | interrupted; the same command goes on where it stopped |",
+        "| 2 | something that you can fix; one line says what and how |",
+        "| 130 | interrupted; the same command continues where it stopped |",
         "| 143 | `train` after SIGTERM: a checkpoint was saved |",
         "",
     ]
@@ -140,7 +140,7 @@ def main() -> int:
     if args.check:
         there = {path.name: path.read_text(encoding="utf-8") for path in CONFIG_DOCS.glob("*.md")}
         stale = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
-        print(f"docs/config: {', '.join(stale) or 'nothing'} to be made anew")
+        print(f"docs/config: {', '.join(stale) or 'nothing'} to be made again")
         return 1 if stale else 0
     CONFIG_DOCS.mkdir(parents=True, exist_ok=True)
     for path in CONFIG_DOCS.glob("*.md"):

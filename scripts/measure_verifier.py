@@ -34,10 +34,10 @@ tags:
 # The embedded verifier
 
 A small Qwen3 ({parameters:,} parameters, {num_layers} layers, hidden size {hidden_size}, {vocab_size:,} embedding
-rows, {megabytes:.1f} MB of bfloat16 weights) that ships inside `peagle`, so that the whole road from conversations to a
-served drafter runs with no download. `scripts/train_verifier.py` trained it on the 7,473 train rows of GSM8K (MIT,
-openai/grade-school-math; calculator marks stripped). It writes fluent answers in the style of that set, and solves few
-of the problems: it is there to test speculative decoding, for nothing else.
+rows, {megabytes:.1f} MB of bfloat16 weights) that ships inside `peagle`, so that the whole pipeline from
+conversations to a served drafter runs without a download. `scripts/train_verifier.py` trained it on the 7,473 train
+rows of GSM8K (MIT, openai/grade-school-math; calculator marks stripped). It writes fluent answers in the style of that
+set and solves few of the problems: it is there to test speculative decoding, nothing else.
 
 | measured on the {num_held_out:,} test rows, which it never saw | |
 | --- | --- |

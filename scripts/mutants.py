@@ -173,7 +173,7 @@ def environment(copy: Path) -> dict[str, str]:
 
 
 def mutant(copy: Path, report: str) -> bool:
-    """Break the copy, run the report's tests, mend it; whether they noticed."""
+    """Break the copy, run the report's tests and restore it; whether the tests noticed."""
     name, old, new = MUTATIONS[report]
     path = copy / "src" / "peagle" / name
     whole = path.read_text(encoding="utf-8")

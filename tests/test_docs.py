@@ -78,7 +78,7 @@ def test_every_command_in_the_docs_parses(page, command, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [p for p in WRITTEN if "docs" in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_command_of_the_site_is_read_whole(page):
-    """A block of the site has room for 82 columns; what is longer runs out of it. A remark behind a command may."""
+    """A code block of the site shows 82 columns; only a remark after a command may be cut off."""
     lines = [line for block in blocks(page.read_text(encoding="utf-8"), "bash") for line in block.splitlines()]
     assert not [line for line in lines if len(line.split("  #")[0].rstrip()) > 82]
 
@@ -123,7 +123,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 
 
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page():
-    """Flag pages are reached from their index, design notes from where they matter."""
+    """Flag pages are linked from their index, design notes where they matter."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     entries = set(re.findall(r":\s+([\w./-]+\.md)$", text[text.index("nav:") :], flags=re.M))
     pages = {p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")}

@@ -33,7 +33,7 @@ class Decoding:
     """What `peagle evaluate --mode replay` counts on the same answers."""
     our_num_drafts: int
     our_accepted: list[int]
-    """What our engine counts, decoding by itself."""
+    """What our engine counts when it decodes."""
     drafts_compared: int
     drafts_equal: int
     ties: int

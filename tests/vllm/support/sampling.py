@@ -17,14 +17,14 @@ class Sampled:
     """Three tokens at temperature 1, with the drafter against without."""
 
     p_value: float
-    """With vLLM's CPU kernel put right where it is at fault."""
+    """With vLLM's CPU kernel repaired where it is at fault."""
     was_repaired: bool
-    """Whether it was at fault, and so put right for `p_value`: see `zygote.repair_cpu_sampling`."""
+    """Whether it was at fault, and therefore repaired for `p_value`: see `zygote.repair_cpu_sampling`."""
     p_value_as_shipped: float
     temperatures_as_shipped: list[float]
-    """What the kernel makes of temperature 1, for four draft tokens and twice: right is eight times 1."""
+    """What the kernel makes of temperature 1, for four draft tokens, twice: it should be eight times 1."""
     control_p_value: float
-    """Without the drafter against without, other seeds: what the test says of two samples that cannot differ."""
+    """Without the drafter against without it, other seeds: the test on two samples that cannot differ."""
     samples: int
 
 

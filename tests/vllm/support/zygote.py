@@ -153,7 +153,7 @@ def repair_cpu_sampling() -> None:
 
     `_expand_kernel_impl` (vllm/utils/cpu_triton_utils.py) converts its float output to int64 for the C++ kernel and
     drops the result: what divides the verifier's logits is uninitialized memory, whatever the temperature, 1 included.
-    Greedy decoding does not come by, nor do GPUs (Triton). Needless once it copies back, as its neighbours do.
+    Greedy decoding is not affected, nor are GPUs (Triton). Unnecessary once it copies back, as its neighbours do.
     """
     import torch
     from vllm.v1.sample import rejection_sampler
