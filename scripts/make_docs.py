@@ -106,8 +106,8 @@ def index() -> str:
         "## Everywhere",
         "",
         "`--config FILE` reads settings from YAML (a run's own `run.yaml` too; flags win over it), `--quiet` prints "
-        "only warnings and errors, `--verbose` adds the traceback of an error. Without a terminal, progress is a plain line "
-        "now and then. `peagle --install-completion` completes commands and flags in your shell.",
+        "only warnings and errors, `--verbose` adds the traceback of an error. Without a terminal, progress is a plain "
+        "line now and then. `peagle --install-completion` completes commands and flags in your shell.",
         "",
         "## Exit status",
         "",
