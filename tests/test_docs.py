@@ -15,7 +15,8 @@ from peagle.cli.flags import add_command, many_valued, split_extra, spread
 from peagle.cli.main import COMMANDS, find
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if "config" not in page.relative_to(ROOT).parts[:2]]
 
 
@@ -120,6 +121,31 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
         assert path.exists(), f"{target}: no such file"
         if anchor:
             assert anchor in headings(path), f"{target}: no such heading"
+
+
+NAMED = re.compile(r"`([\w./-]+\.(?:py|sh|c)|[\w./]+/)`|`(peagle(?:\.\w+)+)`")
+OF_OTHERS = ("vllm/utils/", "old/")  # a file of vLLM's, a folder of runs
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in WRITTEN if p.name not in ("coming-from.md", "CHANGELOG.md")],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_every_source_file_and_module_that_a_page_names_exists(page):
+    """Files are named from the root, from src/peagle or, in notes about training, from its package."""
+    source = ROOT / "src" / "peagle"
+    bases = (ROOT, source, source / "train", ROOT / "benchmarks")
+    missing = []
+    for file, module in NAMED.findall(page.read_text(encoding="utf-8")):
+        if module:  # a module, or a name in one
+            parts = module.split(".")[1:]
+            paths = [source.joinpath(*parts), source.joinpath(*parts[:-1])]
+            if not any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths):
+                missing.append(module)
+        elif not file.startswith(OF_OTHERS) and not any((base / file).exists() for base in bases):
+            missing.append(file)
+    assert not missing
 
 
 def test_every_page_is_in_the_navigation_and_every_entry_is_a_page():
