@@ -15,8 +15,8 @@ _IN: Any = {"panel": "What the source does not say"}
 class ConvertConfig(StageConfig):
     """Convert a drafter checkpoint of SafeAILab/EAGLE, SpecForge, NVIDIA, AWS or Speculators to ours, or back.
 
-    The source's layout is recognized by itself. There and back gives the same tensors and the same config; what a
-    layout has no place for is named, and nothing is written.
+    The source's layout is recognized. There and back gives the same tensors and the same config; what a layout has no
+    place for is named, and nothing is written.
     """
 
     source: str = Field(json_schema_extra={"positional": True})
@@ -43,6 +43,6 @@ class ConvertConfig(StageConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the written tensors; auto: the source's. A source of mixed types needs one named."""
     drop_unused: bool = False
-    """Leave away tensors that no engine reads (rotary tables, norms of the verifier, norms of later layers)."""
+    """Drop tensors that no engine reads (rotary tables, norms of the verifier, norms of later layers)."""
     trust_remote_code: bool = False
     """Let the verifier's own code run."""

@@ -1,4 +1,7 @@
-"""Drafter checkpoints of other projects as they lie on the disk, and which layout they are in."""
+"""Other projects' layouts of a drafter checkpoint: which one it is, its config in our words, our drafters in theirs.
+
+Whatever our network does not do, or their layout has no place for, is refused by name, never dropped.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,17 @@ import torch
 from torch import Tensor
 
 from peagle.convert.config import ConvertConfig
-from peagle.drafter.checkpoint import read_config, read_weights
-from peagle.drafter.model_config import DrafterConfig, rope_of
+from peagle.drafter.checkpoint import CONFIG, read_config, read_weights
+from peagle.drafter.model_config import LAYER_ARCHITECTURES, DrafterConfig, rope_of
 from peagle.errors import CheckpointError, ConfigError, VerifierError
-from peagle.verifier.model_config import VerifierConfig, resolve_aux_layer_ids
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
+from peagle.verifier.weights import load_embedding
 
+OURS = "peagle_config"
+"""Key of a flat config under which our own config travels along, so that the way back is exact."""
+MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
 _PREFIXES = ("model.", "eagle_module.", "draft_model.")
+_DEFAULT_NUM_TOKENS = {"eagle3": 3, "peagle": 5}
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ def _find(source: str) -> Path:
 
     try:
         return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "pytorch_model*.bin"]))
-    except Exception as error:  # the hub's many errors, all of which mean: not to be had
+    except Exception as error:  # the hub's many errors, all of which mean that it is not available
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{source}: no such folder, and the hub does not give it ({reason})") from None
 
@@ -105,49 +113,76 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-# ---- From other projects' flat `config.json` to a `DrafterConfig`; whatever our network does not do is refused by
-# name.
+def load_verifier(name: str, settings: ConvertConfig, where: str) -> VerifierConfig:
+    """The verifier that a drafter needs.
+
+    Raises:
+        CheckpointError: it is not within reach.
+    """
+    try:
+        return load_verifier_config(name, settings.trust_remote_code)
+    except VerifierError as error:
+        raise CheckpointError(f"{where}: its verifier is needed: {error}") from None
 
 
-MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
-_DEFAULT_K = {"eagle3": 3, "peagle": 5}
-
-
-@dataclass(frozen=True)
-class Read:
-    """A config, and what had to be assumed to read it."""
-
-    config: DrafterConfig
-    notes: tuple[str, ...]
-
-
-def from_flat(foreign: Foreign, settings: ConvertConfig, verifier_config: VerifierConfig) -> Read:
-    """Read a flat config, with the tensors' help.
+def read_foreign_config(
+    foreign: Foreign, layout: str, settings: ConvertConfig
+) -> tuple[DrafterConfig, tuple[str, ...]]:
+    """A foreign config in our words, and what had to be assumed to read it.
 
     Args:
         foreign: the checkpoint.
+        layout: its layout's name.
         settings: answers to what the source does not say.
-        verifier_config: the verifier.
 
     Raises:
         CheckpointError: the drafter cannot be carried, for the reason named.
     """
+    if OURS in foreign.config:
+        return DrafterConfig.from_json(foreign.config[OURS], f"{foreign.where}/{CONFIG}"), ()
+    name = settings.verifier_name_or_path
+    if layout == "speculators":
+        name = name or ((foreign.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    if not name:
+        raise CheckpointError(f"{foreign.where}: does not name its verifier; say which: --verifier-name-or-path")
+    notes: list[str] = []
+    if layout == "speculators":
+        config = _read_speculators(foreign, str(name), settings, notes)
+    else:
+        config = _read_flat(foreign, settings, load_verifier(str(name), settings, foreign.where), notes)
+    return config, tuple(notes)
+
+
+def _read_speculators(foreign: Foreign, name: str, settings: ConvertConfig, notes: list[str]) -> DrafterConfig:
+    """Speculators' config: ours, but for what its older versions leave out."""
+    config, where = as_json(foreign.config), f"{foreign.where}/{CONFIG}"
+    config.setdefault("speculators_config", {}).setdefault("verifier", {})["name_or_path"] = name
+    if not config.get("eagle_aux_hidden_state_layer_ids"):
+        ids = _assumed_layer_ids(load_verifier(name, settings, foreign.where), settings.target_layer_ids, notes)
+        config["eagle_aux_hidden_state_layer_ids"] = list(ids)
+    methods = config["speculators_config"].get("proposal_methods") or [{}]
+    if settings.num_speculative_tokens is not None:
+        methods[0]["speculative_tokens"] = settings.num_speculative_tokens
+    config["speculators_config"]["proposal_methods"] = methods
+    width = (config.get("transformer_layer_config") or {}).get("hidden_size")
+    _check_width(where, width, config.get("target_hidden_size"))
+    return DrafterConfig.from_json(config, where)
+
+
+def _read_flat(foreign: Foreign, settings: ConvertConfig, verifier: VerifierConfig, notes: list[str]) -> DrafterConfig:
+    """Read a flat config, with the tensors' help."""
     where, flat = foreign.where, foreign.config
     names = {plain_name(name): tuple(tensor.shape) for name, tensor in foreign.tensors.items()}
     eagle = flat.get("eagle_config") or {}
     _refuse(foreign, names)
-    notes: list[str] = []
     kind = "peagle" if "mask_hidden" in names else "eagle3"
     hidden, heads = int(_need(flat, "hidden_size", where)), int(_need(flat, "num_attention_heads", where))
     vocab_size = int(_need(flat, "vocab_size", where))
-    for target in (flat.get("target_hidden_size"), verifier_config.hidden_size):
-        if target not in (None, hidden):
-            raise CheckpointError(
-                f"{where}: its width is {hidden}, the verifier's {target}; drafters of another width are not supported"
-            )
-    if vocab_size != verifier_config.vocab_size:
+    _check_width(where, hidden, flat.get("target_hidden_size"))
+    _check_width(where, hidden, verifier.hidden_size)
+    if vocab_size != verifier.vocab_size:
         raise CheckpointError(
-            f"{where}: made for a vocabulary of {vocab_size}, {verifier_config.name_or_path} has {verifier_config.vocab_size}"
+            f"{where}: made for a vocabulary of {vocab_size}, {verifier.name_or_path} has {verifier.vocab_size}"
         )
     num_aux, rest = divmod(names["fc.weight"][1], hidden)
     if rest:
@@ -163,25 +198,32 @@ def from_flat(foreign: Foreign, settings: ConvertConfig, verifier_config: Verifi
         "head_dim": int(flat.get("head_dim") or hidden // heads),
         "rms_norm_eps": float(flat.get("rms_norm_eps", 1e-6)),
         "rope_parameters": _rope(flat, notes),
-        "max_position_embeddings": int(flat.get("max_position_embeddings", verifier_config.max_position_embeddings)),
+        "max_position_embeddings": int(flat.get("max_position_embeddings", verifier.max_position_embeddings)),
         "attention_bias": any(name.endswith("_proj.bias") for name in names),
         "vocab_size": vocab_size,
         "draft_vocab_size": int(flat.get("draft_vocab_size") or vocab_size),
         "norm_before_residual": bool(flat.get("norm_before_residual", False)),
         "norm_before_fc": bool(eagle.get("norm_before_fc", flat.get("norm_before_fc", False))),
         "norm_output": kind == "eagle3" and bool(flat.get("norm_output", False)),
-        "aux_layer_ids": _layer_ids(foreign, eagle, num_aux, settings, verifier_config, notes),
+        "aux_layer_ids": _layer_ids(foreign, eagle, num_aux, settings, verifier, notes),
         "mask_token_id": _mask_token(flat, settings, where) if kind == "peagle" else None,
         "num_speculative_tokens": _num_speculative_tokens(flat, kind, settings, notes),
-        "verifier": verifier_config.name_or_path,
-        "verifier_architectures": tuple(verifier_config.architectures),
+        "verifier": verifier.name_or_path,
+        "verifier_architectures": tuple(verifier.architectures),
     }
     if kind == "peagle" and flat.get("norm_output"):
         raise CheckpointError(f"{where}: norm_output cannot be carried: a P-EAGLE drafter feeds nothing back")
     try:
-        return Read(DrafterConfig.build(values), tuple(notes))
+        return DrafterConfig.build(values)
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
+
+
+def _check_width(where: str, width: Any, target: Any) -> None:
+    if target not in (None, width):
+        raise CheckpointError(
+            f"{where}: its width is {width}, the verifier's {target}; drafters of another width are not supported"
+        )
 
 
 def _refuse(foreign: Foreign, names: dict[str, tuple[int, ...]]) -> None:
@@ -204,12 +246,19 @@ def _refuse(foreign: Foreign, names: dict[str, tuple[int, ...]]) -> None:
         raise CheckpointError(f"{where}: {', '.join(found)} cannot be carried: this network has no place for it")
 
 
+def _assumed_layer_ids(verifier: VerifierConfig, given: tuple[int, ...] | None, notes: list[str]) -> tuple[int, ...]:
+    """Layer ids of a source that has none."""
+    ids = resolve_aux_layer_ids(verifier.num_layers, given)
+    notes.append(f"no layer ids in the source: {list(ids)} are the default for {verifier.num_layers} layers")
+    return ids
+
+
 def _layer_ids(
     foreign: Foreign,
     eagle: dict[str, Any],
     num_aux: int,
     settings: ConvertConfig,
-    verifier_config: VerifierConfig,
+    verifier: VerifierConfig,
     notes: list[str],
 ) -> tuple[int, ...]:
     """Layer ids as inputs of layers; see `layer_id_meaning`."""
@@ -217,19 +266,15 @@ def _layer_ids(
     given = foreign.config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     try:
         if settings.target_layer_ids is not None:
-            ids = resolve_aux_layer_ids(verifier_config.num_layers, settings.target_layer_ids)
+            ids = resolve_aux_layer_ids(verifier.num_layers, settings.target_layer_ids)
         elif given:
-            is_output = settings.layer_id_meaning == "outputs" or (
-                settings.layer_id_meaning == "auto" and int(given[0]) == 1
-            )
+            meaning = settings.layer_id_meaning
+            is_output = meaning == "outputs" or (meaning == "auto" and int(given[0]) == 1)
             if is_output:
                 notes.append(f"layer ids {list(given)} are taken for outputs of layers: one is added to each")
-            ids = resolve_aux_layer_ids(verifier_config.num_layers, [int(i) + is_output for i in given])
+            ids = resolve_aux_layer_ids(verifier.num_layers, [int(i) + is_output for i in given])
         else:
-            ids = resolve_aux_layer_ids(verifier_config.num_layers, None)
-            notes.append(
-                f"no layer ids in the source: {list(ids)} are the default for {verifier_config.num_layers} layers"
-            )
+            ids = _assumed_layer_ids(verifier, None, notes)
     except VerifierError as error:
         raise CheckpointError(f"{where}: {error}") from None
     if len(ids) != num_aux:
@@ -254,8 +299,10 @@ def _num_speculative_tokens(flat: dict[str, Any], kind: str, settings: ConvertCo
         return settings.num_speculative_tokens
     if flat.get("num_depths"):
         return int(flat["num_depths"])
-    notes.append(f"the source does not say how many tokens to draft: {_DEFAULT_K[kind]} (--num-speculative-tokens)")
-    return _DEFAULT_K[kind]
+    notes.append(
+        f"the source does not say how many tokens to draft: {_DEFAULT_NUM_TOKENS[kind]} (--num-speculative-tokens)"
+    )
+    return _DEFAULT_NUM_TOKENS[kind]
 
 
 def _rope(flat: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -270,3 +317,152 @@ def _need(flat: dict[str, Any], key: str, where: str) -> Any:
     if flat.get(key) is None:
         raise CheckpointError(f"{where}: config.json has no {key}; is this a drafter's?")
     return flat[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a project's checkpoints of one type (EAGLE-3 or P-EAGLE) can hold."""
+
+    architecture: str
+    max_layers: int | None = None
+    is_llama_only: bool = True
+    """No norms of queries and keys."""
+    has_bias: bool = False
+    norms: frozenset[str] = frozenset()
+    """Which of norm_before_residual, norm_before_fc and norm_output its config can say."""
+    has_layer_ids: bool = True
+    has_embedding: bool = True
+    """Whether checkpoints hold their own embedding; else they read the verifier's."""
+    prefix: str = ""
+    first_layer: str = "layers.0."
+    always_has_tables: bool = True
+    """d2t and t2d also where the vocabulary is not pruned."""
+    mask_token_key: str = "mask_token_id"
+
+
+_NORMS = frozenset({"norm_before_residual", "norm_before_fc", "norm_output"})
+_LLAMA = "LlamaForCausalLMEagle3"
+_QWEN3 = {"eagle3": "Eagle3Qwen3ForCausalLM", "peagle": "PeagleQwen3ForCausalLM"}
+_AWS = Layout(
+    architecture=_LLAMA,
+    is_llama_only=False,
+    has_bias=True,
+    norms=_NORMS,
+    always_has_tables=False,
+    mask_token_key="ptd_token_id",
+)
+_NVIDIA = Layout(architecture="LlamaEagle3DraftModel", has_bias=True, norms=_NORMS, prefix="model.")
+LAYOUTS = {
+    ("safeailab", "eagle3"): Layout(
+        architecture=_LLAMA, max_layers=1, has_layer_ids=False, has_embedding=False, first_layer="midlayer."
+    ),
+    ("specforge", "eagle3"): Layout(
+        architecture=_LLAMA,
+        max_layers=1,
+        norms=frozenset({"norm_output"}),
+        has_embedding=False,
+        first_layer="midlayer.",
+    ),
+    ("specforge", "peagle"): Layout(architecture="PEagleDraftModel", norms=frozenset({"norm_output"})),
+    ("aws", "eagle3"): _AWS,
+    ("aws", "peagle"): _AWS,
+    ("nvidia", "eagle3"): _NVIDIA,
+    ("nvidia", "peagle"): _NVIDIA,
+}
+"""By project and `speculators_model_type`."""
+_AT_THE_TOP = ("lm_head.weight", "mask_hidden", "d2t", "t2d")
+
+
+def write_foreign(
+    config: DrafterConfig, tensors: dict[str, Tensor], dtype: str, settings: ConvertConfig
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A drafter in a layout that it did not come from.
+
+    Args:
+        config, tensors: the drafter.
+        dtype: of its tensors.
+        settings: whose layout, which verifier.
+
+    Returns:
+        The `config.json` and the tensors by name.
+
+    Raises:
+        CheckpointError: names everything that the layout has no place for.
+    """
+    # 1. What the layout has no place for.
+    layout = LAYOUTS.get((settings.to, config.speculators_model_type))
+    lost = _lost(config, tensors, layout, settings)
+    if layout is None or lost:
+        raise CheckpointError(f"{settings.source}: cannot be carried to {settings.to}: {'; '.join(lost)}")
+    # 2. The tensors under its names.
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in ("d2t", "t2d") or (name == "embed_tokens.weight" and not layout.has_embedding):
+            continue
+        renamed = re.sub(r"^layers\.0\.", layout.first_layer, name)
+        made[renamed if name in _AT_THE_TOP else layout.prefix + renamed] = tensor
+    if config.is_pruned:
+        made["d2t"], made["t2d"] = tensors["d2t"], tensors["t2d"]
+    elif layout.always_has_tables:
+        made["d2t"] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+        made["t2d"] = torch.ones(config.vocab_size, dtype=torch.bool)
+    return _flat_config(config, dtype, layout), made
+
+
+def _lost(
+    config: DrafterConfig, tensors: dict[str, Tensor], layout: Layout | None, settings: ConvertConfig
+) -> list[str]:
+    """What a layout has no place for; the verifier is read only if nothing else is in the way."""
+    if layout is None:
+        return ["mask_hidden (it is a P-EAGLE drafter)"]
+    lost = []
+    if layout.max_layers is not None and config.num_layers > layout.max_layers:
+        lost.append(f"{config.num_layers} layers (at most {layout.max_layers})")
+    if layout.is_llama_only and config.layer_type != "llama":
+        lost.append(f"norms of queries and keys ({LAYER_ARCHITECTURES[config.layer_type]} layers)")
+    if config.attention_bias and not layout.has_bias:
+        lost.append("attention biases")
+    lost += [name for name in sorted(_NORMS) if getattr(config, name) and name not in layout.norms]
+    if layout.has_layer_ids and config.aux_layer_ids[0] == 1:
+        lost.append(f"layer ids {list(config.aux_layer_ids)} (others take ids that begin with 1 for outputs of layers)")
+    if lost or (layout.has_embedding and layout.has_layer_ids):
+        return lost
+    verifier = load_verifier(settings.verifier_name_or_path or config.verifier, settings, settings.source)
+    mine = tensors["embed_tokens.weight"]
+    if not layout.has_embedding and not torch.equal(mine, load_embedding(verifier).to(mine.dtype)):
+        return ["embed_tokens.weight, which differs from the verifier's"]
+    if not layout.has_layer_ids and not _is_default(config.aux_layer_ids, verifier.num_layers):
+        return [f"layer ids {list(config.aux_layer_ids)}, which are not the default ones"]
+    return []
+
+
+def _is_default(aux_layer_ids: tuple[int, ...], num_layers: int) -> bool:
+    try:
+        return aux_layer_ids == resolve_aux_layer_ids(num_layers, None)
+    except VerifierError:  # too few layers for the default ones
+        return False
+
+
+def _flat_config(config: DrafterConfig, dtype: str, layout: Layout) -> dict[str, Any]:
+    kind = config.speculators_model_type
+    architecture = layout.architecture if config.layer_type == "llama" else _QWEN3[kind]
+    flat: dict[str, Any] = {**config.layer_config(), "architectures": [architecture], "torch_dtype": dtype}
+    rope = flat.pop("rope_parameters")
+    flat["rope_theta"] = rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    flat["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+    flat["draft_vocab_size"] = config.draft_vocab_size
+    flat["target_hidden_size"] = config.hidden_size
+    if layout.is_llama_only:
+        flat["model_type"] = "llama"
+    for name in sorted(layout.norms):
+        if name != "norm_output" or kind == "eagle3":
+            flat[name] = getattr(config, name)
+    if layout.has_layer_ids:
+        flat["eagle_aux_hidden_state_layer_ids"] = list(config.aux_layer_ids)
+    if kind == "peagle":
+        flat[layout.mask_token_key] = config.mask_token_id
+        if layout.prefix:
+            flat |= {"parallel_drafting": True, "num_depths": config.num_speculative_tokens}
+    flat[OURS] = config.to_json(dtype)
+    return flat

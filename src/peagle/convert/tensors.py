@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle.convert.formats import Foreign, plain_name
+from peagle.convert.config import ConvertConfig
+from peagle.convert.formats import Foreign, load_verifier, plain_name
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError
+from peagle.verifier.model_config import VerifierConfig
+from peagle.verifier.weights import load_embedding, load_head
 
 _UNUSED = re.compile(r"rotary_emb\.|^verifier_(norm|lm_head)\.|^layers\.[1-9]\d*\.hidden_norm\.weight$")
 
@@ -46,16 +49,6 @@ class Origin:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class FromVerifier:
-    """What a source may leave to its verifier; read only if it is needed."""
-
-    embedding: Callable[[], Tensor]
-    """[vocab_size, hidden_size]"""
-    head: Callable[[Tensor | None], Tensor]
-    """Of some ids, or of all: [draft_vocab_size, hidden_size]."""
-
-
 def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a drafter's tensors, without making them."""
     with torch.device("meta"):
@@ -63,7 +56,7 @@ def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def import_tensors(
-    foreign: Foreign, layout: str, config: DrafterConfig, d2t_meaning: str, drop_unused: bool, verifier: FromVerifier
+    foreign: Foreign, layout: str, config: DrafterConfig, settings: ConvertConfig
 ) -> tuple[dict[str, Tensor], Origin]:
     """A foreign checkpoint's tensors under our names.
 
@@ -71,14 +64,13 @@ def import_tensors(
         foreign: the checkpoint.
         layout: its layout's name.
         config: read from it.
-        d2t_meaning: "auto", "offsets" or "absolute".
-        drop_unused: leave away what no engine reads.
-        verifier: for tensors that the source leaves to it.
+        settings: what d2t means, and whether to drop what no engine reads.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, misshapen or ambiguous.
     """
-    origin = Origin(layout, foreign.config)
+    origin = Origin(layout, foreign.config, read_as=config.model_dump(mode="json"))
+    # 1. Names: fused tensors cut up, ours in place of theirs.
     found: dict[str, Tensor] = {}
     for name, tensor in sorted(foreign.tensors.items()):
         for part, value in _parts(plain_name(name), tensor, config, foreign.where):
@@ -86,21 +78,23 @@ def import_tensors(
                 raise CheckpointError(f"{foreign.where}: {name} and {origin.names[part]} are both {part}")
             found[part], origin.names[part] = value, name
     wanted = shapes_of(config)
-    _read_tables(found, origin, config, d2t_meaning, foreign.where)
+    _read_tables(found, origin, config, settings.d2t_meaning, foreign.where)
+    # 2. What has no place here, what is unused, what the source leaves to the verifier.
     unknown = sorted(found.keys() - wanted.keys())
     unused = [name for name in unknown if _UNUSED.search(name)]
     if len(unused) < len(unknown):
         others = [origin.names[name] for name in unknown if name not in unused]
         raise CheckpointError(f"{foreign.where}: tensor {', '.join(others)} cannot be carried: no place for it here")
-    if unused and not drop_unused:
+    if unused and not settings.drop_unused:
         shown = ", ".join(origin.names[name] for name in unused)
-        raise CheckpointError(f"{foreign.where}: {shown} is read by no engine; leave it away with --drop-unused")
+        raise CheckpointError(f"{foreign.where}: {shown} is read by no engine; drop it with --drop-unused")
     for name in unused:
         del found[name], origin.names[name]
-    _add_missing(found, wanted, origin, config, verifier)
+    _add_missing(found, wanted, origin, config, lambda: load_verifier(config.verifier, settings, foreign.where))
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         raise CheckpointError(f"{foreign.where}: no tensor {', '.join(missing)}; the checkpoint cannot be used")
+    # 3. Shapes.
     for name, shape in wanted.items():
         tensor = found[name]
         if tuple(tensor.shape) != shape and name == "mask_hidden" and tensor.numel() == config.aux_size:
@@ -119,7 +113,7 @@ def restore_tensors(tensors: dict[str, Tensor], config: DrafterConfig, origin: O
 
     Raises:
         CheckpointError: what was added (the verifier's embedding, for example) has been trained since, so that leaving
-            it away again would lose it.
+            it out again would lose it.
     """
     for name, digest in origin.added.items():
         if name in tensors and sha256(tensors[name]) != digest:
@@ -227,16 +221,18 @@ def _add_missing(
     wanted: dict[str, tuple[int, ...]],
     origin: Origin,
     config: DrafterConfig,
-    verifier: FromVerifier,
+    verifier: Callable[[], VerifierConfig],
 ) -> None:
-    """Put in what a source may leave away: the verifier's embedding and head, and biases that are zero."""
+    """Add what a source may leave out: the verifier's embedding and head, and biases that are zero."""
     dtype = found["fc.weight"].dtype
     if "embed_tokens.weight" not in found:
-        found["embed_tokens.weight"] = verifier.embedding().to(dtype)
+        found["embed_tokens.weight"] = load_embedding(verifier()).to(dtype)
         origin.added["embed_tokens.weight"] = sha256(found["embed_tokens.weight"])
     if "lm_head.weight" not in found:
-        ids = torch.arange(config.draft_vocab_size) + found["d2t"] if config.is_pruned else None
-        found["lm_head.weight"] = verifier.head(ids).to(dtype)
+        head = load_head(verifier())
+        if config.is_pruned:
+            head = head.restricted(torch.arange(config.draft_vocab_size) + found["d2t"])
+        found["lm_head.weight"] = (head.weight.to(torch.float32) * head.logit_scale).to(dtype)
         origin.added["lm_head.weight"] = sha256(found["lm_head.weight"])
     for name in wanted.keys() - found.keys():
         if name.endswith("_proj.bias"):
