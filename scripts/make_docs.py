@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from peagle.cli.main import COMMANDS, find
-from peagle.config import StageConfig
+from peagle.config import LAST_PANELS, StageConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_DOCS = ROOT / "docs" / "config"
@@ -82,7 +82,8 @@ def page(command: str, config_type: type[StageConfig], text: str) -> str:
         "",
     ]
     needed = [name for name, lines in groups.items() if any("| needed |" in line for line in lines)]
-    order = sorted(groups, key=lambda name: (name != "Arguments", name not in needed, list(groups).index(name)))
+    place = list(groups).index
+    order = sorted(groups, key=lambda n: (n != "Arguments", n not in needed, n in LAST_PANELS, place(n)))
     for name in order:
         out += [f"## {name}", "", "| flag | takes | default | meaning |", "|---|---|---|---|", *groups[name], ""]
     out += [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle import embedded
 from peagle.errors import ConfigError
@@ -36,6 +36,42 @@ class StageConfig(BaseModel):
             return cls(**{key: embedded.resolve(value) for key, value in values.items()})
         except ValidationError as error:
             raise ConfigError(explain(cls, error)) from None
+
+
+_SAMPLING: Any = {"panel": "Sampling"}
+SERVER: Any = {"panel": "Served verifier"}
+LAST_PANELS = ("Sampling", "Served verifier")
+"""Headings that come after a stage's own settings, though these classes come first."""
+
+
+class SamplingSettings(StageConfig):
+    """How answers are sampled."""
+
+    temperature: float = Field(0.0, ge=0, json_schema_extra=_SAMPLING)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=_SAMPLING)
+    """Sample from the most probable tokens that together reach this."""
+    seed: int = Field(0, ge=0, json_schema_extra=_SAMPLING)
+    """Seed of the sampling; each row draws from its own generator, whatever the batches are."""
+
+
+class ServerSettings(StageConfig):
+    """Where servers are and how they are asked; each stage says what its `endpoint` serves."""
+
+    endpoint: tuple[str, ...] = Field((), json_schema_extra=SERVER)
+    """Address of a vLLM server of this verifier, such as http://localhost:8000/v1; may be repeated."""
+    concurrency: int = Field(32, ge=1, json_schema_extra=SERVER)
+    """Requests under way at once (in training: of each rank)."""
+    request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=SERVER)
+    """Longest wait for one answer."""
+    max_retries: int = Field(3, ge=0, json_schema_extra=SERVER)
+    """Further tries after a passing error (408, 409, 425, 429, 5xx, a timeout)."""
+    restart_wait_s: float = Field(300.0, ge=0, json_schema_extra=SERVER)
+    """How long the servers may be gone before the run stops; what is stored is kept."""
+    api_key: str | None = Field(None, json_schema_extra=SERVER)
+    """Sent to the servers as a bearer token."""
+    served_model_name: str | None = Field(None, json_schema_extra=SERVER)
+    """Name under which the servers know the verifier, if not its own."""
 
 
 def explain(config_type: type[BaseModel], error: ValidationError) -> str:

@@ -13,7 +13,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from peagle.cli.help import NEEDED, Command
-from peagle.config import StageConfig, read_yaml
+from peagle.config import LAST_PANELS, StageConfig, read_yaml
 from peagle.errors import ConfigError
 
 EXTRA_ARGS = "extra_args"
@@ -66,7 +66,7 @@ def add_command(
 
     fields = {key: field for key, field in config_type.model_fields.items() if key != EXTRA_ARGS}
     first = {_panel(field) for field in fields.values() if field.is_required()}  # panels list what must be said first
-    ordered = sorted(fields, key=lambda key: _panel(fields[key]) not in first)
+    ordered = sorted(fields, key=lambda key: (_panel(fields[key]) not in first, _panel(fields[key]) in LAST_PANELS))
     parameters = [_parameter(key, fields[key]) for key in ordered]
     parameters += [
         _option("config", Path | None, "--config", "YAML file with these settings; flags win over it.", _GLOBAL_PANEL),

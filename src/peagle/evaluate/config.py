@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from peagle.config import StageConfig
-
-_SAMPLING: Any = {"panel": "Sampling"}
-_SERVER: Any = {"panel": "Served drafter"}
+from peagle.config import SERVER, SamplingSettings, ServerSettings
 
 
-class EvaluateConfig(StageConfig):
+class EvaluateConfig(ServerSettings, SamplingSettings):
     """Measure a drafter: acceptance by position, speed beside plain decoding, and that answers are unchanged.
 
     Counts as vLLM does. With `--endpoint` the counters of a running vLLM are read instead of decoding here.
@@ -23,7 +20,8 @@ class EvaluateConfig(StageConfig):
     """The drafter: a checkpoint folder or a hub id."""
     mode: Literal["both", "decode", "replay"] = "both"
     """decode runs the engine; replay decodes nothing: one drafter pass over recorded answers gives the counts of greedy
-    decoding; both decodes, replays what was decoded, and says whether the two count alike."""
+    decoding, or of sampled answers the expected ones; both decodes, replays what was decoded, and says whether the two
+    count alike."""
     data: tuple[str, ...] = ()
     """Prompts, repeatable: whatever `prepare --data` takes; of a conversation, its first user turn."""
     data_path: Path | None = None
@@ -50,12 +48,6 @@ class EvaluateConfig(StageConfig):
     check_samples: int = Field(100, ge=0)
     """So many answers in all are compared with the verifier's own, token by token; those beyond --compare-samples with
     what Transformers' `generate` writes in larger batches, untimed."""
-    temperature: float = Field(0.0, ge=0, json_schema_extra=_SAMPLING)
-    """0 is greedy. Above 0, replay gives the expected acceptance, the sum of min(drafter, verifier)."""
-    top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=_SAMPLING)
-    """Sample from the most probable tokens that together reach this."""
-    seed: int = Field(0, ge=0, json_schema_extra=_SAMPLING)
-    """Seed of the sampling."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which verifier and drafter compute; auto: the verifier's own."""
     device: str = "auto"
@@ -64,25 +56,13 @@ class EvaluateConfig(StageConfig):
     """A Jinja file to use instead of the verifier's own template."""
     trust_remote_code: bool = False
     """Let the verifier's own code run."""
-    endpoint: tuple[str, ...] = Field((), json_schema_extra=_SERVER)
+    endpoint: tuple[str, ...] = Field((), json_schema_extra=SERVER)
     """Address of a vLLM server that runs the drafter, such as http://localhost:8000/v1: its own counters are read. May
     be repeated."""
-    concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
-    """Requests under way at once."""
-    plain_endpoint: str | None = Field(None, json_schema_extra=_SERVER)
+    plain_endpoint: str | None = Field(None, json_schema_extra=SERVER)
     """Address of a server of the same verifier without a drafter, measured beside it at each of --concurrencies."""
-    concurrencies: tuple[int, ...] = Field((), json_schema_extra=_SERVER)
+    concurrencies: tuple[int, ...] = Field((), json_schema_extra=SERVER)
     """Measure tokens/s, time to the first token and time between tokens at these numbers of requests under way."""
-    request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
-    """Longest wait for one answer."""
-    max_retries: int = Field(3, ge=0, json_schema_extra=_SERVER)
-    """Further tries after a passing error."""
-    restart_wait_s: float = Field(60.0, ge=0, json_schema_extra=_SERVER)
-    """How long a server may be gone before the run stops."""
-    api_key: str | None = Field(None, json_schema_extra=_SERVER)
-    """Sent to the server as a bearer token."""
-    served_model_name: str | None = Field(None, json_schema_extra=_SERVER)
-    """Name under which the server knows the verifier, if not its own."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> EvaluateConfig:
@@ -97,7 +77,7 @@ class EvaluateConfig(StageConfig):
         if any(number < 1 for number in self.concurrencies):
             raise ValueError("--concurrencies must be at least 1 each")
         if self.endpoint and self.mode == "replay":
-            raise ValueError("--mode replay needs no server; leave --endpoint out")
+            raise ValueError("--mode replay needs no server; omit --endpoint")
         return self
 
     @property

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from peagle.config import StageConfig
-
-_SERVER: Any = {"panel": "Served verifier"}
+from peagle.config import SERVER, ServerSettings
 
 
-class ExtractConfig(StageConfig):
+class ExtractConfig(ServerSettings):
     """Run the verifier over prepared rows and store the hidden states that training reads.
 
     Kill it at any time: the same command goes on where it stopped. A damaged or missing shard is found and re-made.
@@ -51,22 +49,10 @@ class ExtractConfig(StageConfig):
     """Let the model's own code run."""
     backend: Literal["transformers", "vllm"] = "transformers"
     """What runs the verifier when no --endpoint is given: Transformers, or vLLM inside this process."""
-    endpoint: tuple[str, ...] = Field((), json_schema_extra=_SERVER)
+    endpoint: tuple[str, ...] = Field((), json_schema_extra=SERVER)
     """Address of a server started with `peagle launch-vllm`, such as http://localhost:8000/v1; may be repeated."""
-    concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
-    """Requests under way at once."""
-    hidden_states_path: Path | None = Field(None, json_schema_extra=_SERVER)
+    hidden_states_path: Path | None = Field(None, json_schema_extra=SERVER)
     """Folder through which the server hands over states, when this machine sees it under another name."""
-    request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
-    """Longest wait for one answer."""
-    max_retries: int = Field(3, ge=0, json_schema_extra=_SERVER)
-    """Further tries after a passing error (408, 409, 425, 429, 5xx, a timeout)."""
-    restart_wait_s: float = Field(300.0, ge=0, json_schema_extra=_SERVER)
-    """How long the servers may be gone before the run stops; what is stored is kept."""
-    api_key: str | None = Field(None, json_schema_extra=_SERVER)
-    """Sent to the server as a bearer token."""
-    served_model_name: str | None = Field(None, json_schema_extra=_SERVER)
-    """Name under which the server knows the verifier, if not its own."""
     extra_args: tuple[str, ...] = ()
     """With --backend vllm: what follows `--`, vLLM's own flags."""
 

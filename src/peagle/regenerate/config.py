@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from peagle.config import StageConfig
-
-_SAMPLING: Any = {"panel": "Sampling"}
-_SERVER: Any = {"panel": "Served verifier"}
+from peagle.config import SERVER, SamplingSettings, ServerSettings
 
 
-class RegenerateConfig(StageConfig):
+class RegenerateConfig(ServerSettings, SamplingSettings):
     """Let the verifier answer the prompts of any data set: a drafter learns to predict its own verifier.
 
     The output is ready for `peagle prepare --data`. Kill it at any time: the same command goes on where it stopped.
@@ -35,12 +32,6 @@ class RegenerateConfig(StageConfig):
     tail_tokens: int = Field(0, ge=0)
     """Keep so many of the verifier's tokens past each answer's end, for `evaluate --mode replay` (give it the largest
     number of speculative tokens)."""
-    temperature: float = Field(0.0, ge=0, json_schema_extra=_SAMPLING)
-    """0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=_SAMPLING)
-    """Sample from the most probable tokens that together reach this."""
-    seed: int = Field(0, ge=0, json_schema_extra=_SAMPLING)
-    """Seed of the sampling; each row draws from its own generator, whatever the batches are."""
     batch_size: int = Field(64, ge=1)
     """Prompts answered together (Transformers)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -53,23 +44,9 @@ class RegenerateConfig(StageConfig):
     """Let the model's own code run."""
     overwrite: bool = False
     """Start anew where the output holds answers that were made otherwise."""
-    endpoint: tuple[str, ...] = Field((), json_schema_extra=_SERVER)
-    """Address of a vLLM server of this verifier, such as http://localhost:8000/v1; may be repeated."""
-    chat: bool = Field(False, json_schema_extra=_SERVER)
+    chat: bool = Field(False, json_schema_extra=SERVER)
     """Send chats (/v1/chat/completions), which the server renders with its own template, rather than token ids; the ids
     that it rendered are what is kept."""
-    concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
-    """Requests under way at once."""
-    request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
-    """Longest wait for one answer."""
-    max_retries: int = Field(3, ge=0, json_schema_extra=_SERVER)
-    """Further tries after a passing error (408, 409, 425, 429, 5xx, a timeout)."""
-    restart_wait_s: float = Field(300.0, ge=0, json_schema_extra=_SERVER)
-    """How long the servers may be gone before the run stops; what is written is kept."""
-    api_key: str | None = Field(None, json_schema_extra=_SERVER)
-    """Sent to the server as a bearer token."""
-    served_model_name: str | None = Field(None, json_schema_extra=_SERVER)
-    """Name under which the server knows the verifier, if not its own."""
 
     @field_validator("output")
     @classmethod

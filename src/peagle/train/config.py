@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from peagle.config import StageConfig
+from peagle.config import SERVER, ServerSettings, StageConfig
 from peagle.errors import ConfigError
 
 _COD: dict[str, JsonValue] = {"panel": "Parallel drafting"}
@@ -21,7 +21,6 @@ _MACHINE: dict[str, JsonValue] = {"panel": "Machine"}
 _PATHS: dict[str, JsonValue] = {"panel": "Paths"}
 _RUN: dict[str, JsonValue] = {"panel": "Run"}
 _CHAIN: dict[str, JsonValue] = {"panel": "EAGLE-3"}
-_SERVER: dict[str, JsonValue] = {"panel": "Served verifier"}
 
 # AdamW moves every number by about its rate, and an output sums `width` of them, so that the rate has to fall as the
 # width grows: as 1 / width, by the rule of maximal-update parametrisation. Measured at a width of 192 alone, 2e-3
@@ -141,7 +140,7 @@ class FitConfig(StageConfig):
         return self
 
 
-class TrainConfig(FitConfig):
+class TrainConfig(ServerSettings, FitConfig):
     """Train a drafter, P-EAGLE or EAGLE-3, on prepared rows and their hidden states.
 
     Every checkpoint folder is servable as it is: `peagle serve SAVE_PATH/checkpoint_best`. The same command goes on
@@ -216,21 +215,9 @@ class TrainConfig(FitConfig):
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", json_schema_extra=_RUN)
     """Type of the saved drafter; auto: the verifier's."""
 
-    endpoint: tuple[str, ...] = Field((), json_schema_extra={**_SERVER, "aliases": ["--vllm-endpoint"]})
+    endpoint: tuple[str, ...] = Field((), json_schema_extra={**SERVER, "aliases": ["--vllm-endpoint"]})
     """Servers that make states (`peagle launch-vllm`), such as http://localhost:8000/v1. Unset: the verifier runs in
     this process, through Transformers."""
-    concurrency: int = Field(32, ge=1, json_schema_extra=_SERVER)
-    """Requests under way at once, each rank."""
-    request_timeout_s: float = Field(600.0, gt=0, json_schema_extra=_SERVER)
-    """Longest wait for one answer."""
-    max_retries: int = Field(3, ge=0, json_schema_extra=_SERVER)
-    """Further tries after a passing error (408, 409, 425, 429, 5xx, a timeout)."""
-    restart_wait_s: float = Field(300.0, ge=0, json_schema_extra=_SERVER)
-    """How long the servers may be gone before the run stops, to be gone on with at the same step."""
-    api_key: str | None = Field(None, json_schema_extra=_SERVER)
-    """Sent to the servers as a bearer token."""
-    served_model_name: str | None = Field(None, json_schema_extra=_SERVER)
-    """Name under which the servers know the verifier, if not its own."""
 
     @property
     def asks_verifier(self) -> bool:
