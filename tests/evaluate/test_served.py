@@ -15,8 +15,7 @@ from peagle.evaluate import served as served_module
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.results import Outcome, Served, lines
 from peagle.evaluate.served import LoadedServer, ServedDrafter, Streamed, under_load
-from peagle.regenerate.answers import Prompt
-from peagle.regenerate.generation import GenerationSettings
+from peagle.verifier.source import GenerationSettings, Prompt
 from peagle.vllm.answers import AnswerEndpoints
 from peagle.vllm.client import RetryPolicy
 from tests.vllm.fake_vllm import FakeServer

@@ -1,18 +1,20 @@
 """Batched decoding: each row's answer is what it would be alone, and what Transformers' own generate gives."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from peagle.errors import VerifierError
-from peagle.regenerate.generation import GenerationSettings, sample
+from peagle.regenerate.generation import generate, has_plain_cache, sample
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
+from peagle.verifier.source import GenerationSettings
 from tests import fakes
 
 LENGTHS = (5, 40, 17, 33, 9)
-GREEDY = GenerationSettings(14, (), 0.0, 1.0, 0)
+GREEDY = GenerationSettings(max_new_tokens=14, eos_ids=(), temperature=0.0, top_p=1.0, tail_tokens=0)
 SHALLOW = {"num_layers": 3, "tie_word_embeddings": False}
 
 
@@ -25,7 +27,7 @@ def load(folder):
 
 
 def answers(verifier, rows, settings, batch_size=8, seeds=None):
-    found = dict(verifier.generate(rows, settings, seeds or list(range(len(rows))), batch_size))
+    found = dict(generate(verifier, rows, settings, seeds or list(range(len(rows))), batch_size))
     return [found[i] for i in range(len(rows))]
 
 
@@ -55,9 +57,9 @@ def test_greedy_answers_equal_transformers_generate(tmp_path, family):
 
 def test_a_recurrent_family_answers_rows_of_other_lengths_apart(tmp_path):
     verifier = load(fakes.tiny_verifier(tmp_path, "qwen3_next", num_layers=4))
-    assert not verifier.has_plain_cache
+    assert not has_plain_cache(verifier)
     rows = [*prompts()[:2], prompts()[0][::-1]]
-    settings = GenerationSettings(5, (), 0.0, 1.0, 0)
+    settings = GenerationSettings(max_new_tokens=5, eos_ids=(), temperature=0.0, top_p=1.0, tail_tokens=0)
     together = answers(verifier, rows, settings)
     assert [a.ids for a in together] == [answers(verifier, [ids], settings)[0].ids for ids in rows]
 
@@ -73,7 +75,7 @@ def test_rows_leave_the_batch_at_their_end_token_without_disturbing_the_others(v
     rows = prompts()
     free = answers(verifier, rows, GREEDY)
     ends = tuple({free[0].ids[3], free[1].ids[9], free[2].ids[1]})
-    settings = GenerationSettings(14, ends, 0.0, 1.0, 0)
+    settings = GenerationSettings(max_new_tokens=14, eos_ids=ends, temperature=0.0, top_p=1.0, tail_tokens=0)
     for whole, cut in zip(free, answers(verifier, rows, settings)):
         end = next((i + 1 for i, token in enumerate(whole.ids) if token in ends), None)
         assert cut.ids == whole.ids[:end]
@@ -83,21 +85,34 @@ def test_rows_leave_the_batch_at_their_end_token_without_disturbing_the_others(v
 
 def test_the_tail_is_the_verifiers_continuation_past_the_end(verifier):
     rows = prompts()
-    free = answers(verifier, rows, GenerationSettings(19, (), 0.0, 1.0, 0))
+    free = answers(
+        verifier, rows, GenerationSettings(max_new_tokens=19, eos_ids=(), temperature=0.0, top_p=1.0, tail_tokens=0)
+    )
     ends = (free[0].ids[3], free[1].ids[9])
-    for whole, kept in zip(free, answers(verifier, rows, GenerationSettings(14, ends, 0.0, 1.0, 5))):
+    for whole, kept in zip(
+        free,
+        answers(
+            verifier,
+            rows,
+            dataclasses.replace(GREEDY, eos_ids=ends, tail_tokens=5),
+        ),
+    ):
         assert len(kept.tail_ids) == 5
         assert kept.ids + kept.tail_ids == whole.ids[: len(kept.ids) + 5]
 
 
 def test_the_verifiers_limit_ends_an_answer_and_its_tail(tmp_path):
     verifier = load(fakes.tiny_verifier(tmp_path, "llama", max_position_embeddings=44, num_layers=2))
-    found = answers(verifier, prompts(), GenerationSettings(10, (), 0.0, 1.0, 3))
+    found = answers(
+        verifier,
+        prompts(),
+        dataclasses.replace(GREEDY, max_new_tokens=10, tail_tokens=3),
+    )
     assert [(len(a.ids), len(a.tail_ids)) for a in found] == [(10, 3), (4, 0), (10, 3), (10, 1), (10, 3)]
 
 
 def test_a_sampled_answer_depends_on_its_seed_not_on_its_batch(verifier):
-    settings = GenerationSettings(10, (), 1.0, 0.95, 0)
+    settings = GenerationSettings(max_new_tokens=10, eos_ids=(), temperature=1.0, top_p=0.95, tail_tokens=0)
     rows = prompts()
     alone = [answers(verifier, [ids], settings, seeds=[i])[0] for i, ids in enumerate(rows)]
     assert answers(verifier, rows, settings, seeds=list(range(5))) == alone

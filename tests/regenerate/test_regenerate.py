@@ -12,13 +12,12 @@ from peagle.data.prepare import prepare
 from peagle.data.prepared import load_prepared
 from peagle.errors import ConfigError, DataError, EndpointError
 from peagle.regenerate import run as regenerate_module
-from peagle.regenerate.answers import Answered
 from peagle.regenerate.config import RegenerateConfig
-from peagle.regenerate.generation import Generation, GenerationSettings
+from peagle.regenerate.generation import generate
 from peagle.regenerate.run import regenerate, reply_text
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
-from peagle.verifier.source import RowRefused
+from peagle.verifier.source import Generation, GenerationSettings, RowAnswer, RowRefused
 from tests import fakes
 
 PROMPTS = [f"question {'x' * n} number {n}" for n in (1, 9, 4, 7, 2, 12, 3, 8)]
@@ -67,7 +66,7 @@ class FakeAnswers:
             if len(self.asked) in self.refuse:
                 yield RowRefused(prompt.row_id, "the server answered 400", "too odd")
             else:
-                yield Answered(prompt.row_id, Generation([5 + len(prompt.input_ids) % 7, 9, 2], "stop", []))
+                yield RowAnswer(prompt.row_id, Generation([5 + len(prompt.input_ids) % 7, 9, 2], "stop", []))
 
     def close(self):
         pass
@@ -94,8 +93,8 @@ def test_answers_are_the_verifiers_greedy_ones_with_their_prompts(tmp_path, veri
         prompt = tokenizer.apply_chat_template(
             record["messages"][:1], add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        settings = GenerationSettings(8, (2,), 0.0, 1.0, 0)
-        ((_, alone),) = model.generate([prompt], settings, [0], 1)
+        settings = GenerationSettings(max_new_tokens=8, eos_ids=(2,), temperature=0.0, top_p=1.0, tail_tokens=0)
+        ((_, alone),) = generate(model, [prompt], settings, [0], 1)
         assert record["input_ids"] == prompt + alone.ids
         assert record["loss_mask"] == [0] * len(prompt) + [1] * len(alone.ids)
         assert record["finish_reason"] == alone.finish_reason

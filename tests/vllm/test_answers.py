@@ -10,9 +10,7 @@ import pytest
 from peagle.cli.main import main
 from peagle.data import Conversation
 from peagle.errors import EndpointError
-from peagle.regenerate.answers import Answered, Prompt
-from peagle.regenerate.generation import GenerationSettings
-from peagle.verifier.source import RowRefused
+from peagle.verifier.source import GenerationSettings, Prompt, RowAnswer, RowRefused
 from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
 from peagle.vllm.client import RetryPolicy
 from tests.fakes import byte_tokenizer, tiny_verifier
@@ -38,7 +36,7 @@ def source(server: FakeServer, generation: GenerationSettings, name: str = "veri
     return EndpointAnswers(verifier_config(name), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK))
 
 
-def run(src: EndpointAnswers, prompts: list[Prompt]) -> dict[str, Answered | RowRefused]:
+def run(src: EndpointAnswers, prompts: list[Prompt]) -> dict[str, RowAnswer | RowRefused]:
     found = {result.row_id: result for result in src.answers(prompts, {prompt.row_id for prompt in prompts})}
     src.close()
     return found
@@ -56,8 +54,8 @@ def test_answers_are_ids_their_end_included_and_what_the_limit_cut_is_marked(ser
     ends = written(40, 4)[-1]
     found = run(source(server, settings(eos_ids=(ends,))), prompts)
     stops, cut = found["stops"], found["cut"]
-    assert isinstance(stops, Answered)
-    assert isinstance(cut, Answered)
+    assert isinstance(stops, RowAnswer)
+    assert isinstance(cut, RowAnswer)
     assert (stops.generation.ids, stops.generation.finish_reason) == (written(40, 4), "stop")
     assert cut.generation.finish_reason == "length"
     assert cut.generation.ids == written(1, 8)
@@ -69,8 +67,8 @@ def test_the_tail_goes_on_past_the_end_and_no_further_than_the_limit(server: Fak
         source(server, settings(max_new_tokens=4, tail_tokens=3)), [Prompt("a", [1] * 4, 0), Prompt("b", [1] * 9, 0)]
     )
     a, b = found["a"], found["b"]
-    assert isinstance(a, Answered)
-    assert isinstance(b, Answered)
+    assert isinstance(a, RowAnswer)
+    assert isinstance(b, RowAnswer)
     assert (len(a.generation.ids), len(a.generation.tail_ids)) == (4, 3)
     assert (len(b.generation.ids), len(b.generation.tail_ids)) == (3, 0)
     tail = next(r for r in server.requests if not r["stop_token_ids"])
@@ -94,7 +92,7 @@ def test_H11_a_refused_prompt_is_listed_and_the_others_go_on(server: FakeServer)
     server.fault = lambda fake, number, payload: (400, {"message": "no"}) if payload["prompt"] == [5] else None
     found = run(source(server, settings()), [Prompt("a", [5], 0), Prompt("b", [6], 0)])
     assert isinstance(found["a"], RowRefused)
-    assert isinstance(found["b"], Answered)
+    assert isinstance(found["b"], RowAnswer)
 
 
 def test_another_model_or_a_server_without_token_ids_is_refused(server: FakeServer) -> None:
@@ -213,7 +211,7 @@ def test_a_part_of_an_answer_that_the_server_dropped_is_asked_for_again(server: 
     cut = {"choices": [{"token_ids": [1, 2], "finish_reason": "abort"}]}
     server.fault = lambda fake, number, payload: (200, cut) if number == 1 else None
     found = run(source(server, settings()), [Prompt("a", [1], 0)])["a"]
-    assert isinstance(found, Answered)
+    assert isinstance(found, RowAnswer)
     assert found.generation.ids == written(1, 6)
     server.fault = lambda fake, number, payload: (200, cut)
     with pytest.raises(EndpointError, match="ended one answer early 4 times"):
@@ -238,7 +236,7 @@ def test_chats_are_rendered_by_the_server_and_kept_as_it_says(server: FakeServer
     tools = ({"type": "function", "function": {"name": "f"}},)
     asked = Conversation("a", "x", "x", 1, messages, tools, {"enable_thinking": False}, (), ())
     found = run(made, [Prompt("a", [1, 1], 3, asked)])["a"]
-    assert isinstance(found, Answered)
+    assert isinstance(found, RowAnswer)
     assert found.prompt_ids == [3, 5, 9]
     assert found.generation.ids == [5, 6, 2]  # the parsers' word is not asked
     assert found.generation.finish_reason == "stop"

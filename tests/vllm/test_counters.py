@@ -28,7 +28,7 @@ def test_E09_all_engines_are_summed():
     assert after.engines == ["0", "1"]
     counts = difference(read_metrics(ZERO, None), after)
     assert counts.num_drafts == 100
-    assert counts.acceptance_per_position == pytest.approx((0.40, 0.02))
+    assert counts.accepted_per_position == (40, 2)
     assert counts.num_generated_tokens == 300
 
 

@@ -20,9 +20,8 @@ from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.counts import Counts, DatasetCounts, pool
 from peagle.evaluate.prompts import DEFAULT_LIMIT, Read, by_source
 from peagle.evaluate.results import Outcome, Served
-from peagle.regenerate.answers import Answered, Prompt
-from peagle.regenerate.generation import Generation, GenerationSettings
 from peagle.verifier.model_config import VerifierConfig
+from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer
 from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
 from peagle.vllm.client import Endpoint, RetryPolicy, normal_url
 from peagle.vllm.counters import Reading, difference, read_metrics
@@ -51,7 +50,9 @@ def measure_served(
     policy = RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s)
     endpoints = AnswerEndpoints(config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy)
     limit = config.max_new_tokens or DEFAULT_LIMIT
-    settings = GenerationSettings(limit, eos_token_ids, config.temperature, config.top_p, 0)
+    settings = GenerationSettings(
+        max_new_tokens=limit, eos_ids=eos_token_ids, temperature=config.temperature, top_p=config.top_p, tail_tokens=0
+    )
     served = ServedDrafter(verifier_config, settings, endpoints)
     datasets, seconds, generated = {}, 0.0, 0
     try:
@@ -153,13 +154,14 @@ class ServedDrafter:
         generations: dict[str, Generation] = {}
         refused: dict[str, str] = {}
         for found in self._source.answers(prompts, {prompt.row_id for prompt in prompts}):
-            if isinstance(found, Answered):
+            if isinstance(found, RowAnswer):
                 generations[found.row_id] = found.generation
             else:
                 refused[found.row_id] = found.detail
         seconds = time.monotonic() - started_s
         after = [_settled(endpoint) for endpoint in self._source.endpoints]
-        parts = [difference(b, a) for b, a in zip(before, after)]
+        gains = [difference(b, a) for b, a in zip(before, after)]
+        parts = [Counts(gain.num_drafts, gain.accepted_per_position, gain.num_generated_tokens) for gain in gains]
         depth = max(part.num_speculative_tokens for part in parts)
         if any(part.num_speculative_tokens not in (0, depth) for part in parts):
             raise EndpointError("the endpoints draft different numbers of tokens per pass; measure them one by one")

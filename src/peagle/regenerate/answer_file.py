@@ -11,7 +11,7 @@ from typing import Any
 from peagle.data.records import Conversation
 from peagle.errors import DataError, DiskError
 from peagle.files import is_disk_full, lock_file, whole_file, write_json
-from peagle.regenerate.generation import Generation
+from peagle.verifier.source import Generation
 
 logger = logging.getLogger(__name__)
 

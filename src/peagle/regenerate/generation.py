@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from peagle.errors import VerifierError
+from peagle.verifier.local import TransformersVerifier, refuse_damaged_logits
+from peagle.verifier.source import Generation, GenerationSettings
 
 _NAME = "peagle_grouped_sdpa"
 
@@ -124,36 +124,54 @@ def grouped_attention(decoder: Any) -> Iterator[None]:
 # ---- Batched greedy or sampled decoding: one verifier pass per token for all unfinished rows of a batch.
 
 
-if TYPE_CHECKING:
-    from peagle.verifier.local import TransformersVerifier
-
 _LEAVE_AT = 0.125  # share of finished rows at which the batch is rebuilt without them: rebuilding copies the cache
 
 
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How answers are written."""
+def generate(
+    verifier: TransformersVerifier,
+    prompts: Sequence[list[int]],
+    settings: GenerationSettings,
+    seeds: Sequence[int],
+    batch_size: int,
+) -> Iterator[tuple[int, Generation]]:
+    """Answer prompts, batched, with a key/value cache.
 
-    max_new_tokens: int
-    """Longest answer, its eos included."""
-    eos_ids: tuple[int, ...]
-    temperature: float
-    """0 is greedy."""
-    top_p: float
-    """Sampling keeps the smallest set of tokens whose probabilities reach this; 1 keeps all."""
-    tail_tokens: int
-    """Further tokens written after the answer's end, for replay: what the verifier would have said next."""
+    Args:
+        verifier: the model.
+        prompts: token ids, none empty and each shorter than the verifier's limit.
+        settings: lengths, eos, temperature, top-p, tail.
+        seeds: one per prompt: at temperature > 0 a row's answer depends on its seed, not on its batch.
+        batch_size: prompts that run together.
+
+    Yields:
+        (index of the prompt, its answer), as answers end.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        group = order[start : start + batch_size]
+        done = generate_batch(verifier, [prompts[i] for i in group], settings, [seeds[i] for i in group])
+        for place, generation in done:
+            yield group[place], generation
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One answer."""
+def has_plain_cache(verifier: TransformersVerifier) -> bool:
+    """Whether every layer is attention, so that keys and values are all that a pass leaves behind."""
+    kinds = getattr(verifier.decoder.config, "layer_types", None) or ["full_attention"]
+    return set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
-    ids: list[int]
-    """The eos included, if it ended by itself."""
-    finish_reason: Literal["stop", "length"]
-    tail_ids: list[int]
-    """The verifier's continuation past the end, `tail_tokens` long unless the model's limit came first."""
+
+def new_cache(verifier: TransformersVerifier, capacity: int) -> Any:
+    """An empty key/value cache for rows of at most `capacity` tokens."""
+    if has_plain_cache(verifier):
+        return GrowingCache(verifier.verifier_config.num_layers, capacity)
+    return DynamicCache(config=verifier.decoder.config)
+
+
+def own_logits(verifier: TransformersVerifier, normed: Tensor) -> Tensor:
+    """The verifier's own logits, scaled and soft-capped, float32, from states after the final norm."""
+    logits: Tensor = verifier.lm_head(normed).float() * verifier.verifier_config.logit_scale
+    cap = verifier.verifier_config.logit_softcap
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def generate_batch(
@@ -172,7 +190,7 @@ def generate_batch(
     """
     verifier_config = verifier.verifier_config
     rows = [_Row(i, len(p), settings, verifier_config.max_position_embeddings) for i, p in enumerate(prompts)]
-    if not verifier.has_plain_cache:  # recurrent layers read padding: only rows of one length may share a batch
+    if not has_plain_cache(verifier):  # recurrent layers read padding: only rows of one length may share a batch
         lengths = {len(prompt) for prompt in prompts}
         if len(lengths) > 1:
             for length in sorted(lengths):
@@ -189,12 +207,9 @@ def generate_batch(
         hidden = batch.prefill(prompts)
         active = rows
         for step in range(longest):
-            logits = verifier.logits(hidden)
-            if step == 0 and not torch.isfinite(logits).all():
-                raise VerifierError(
-                    f"{verifier_config.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
-                    f"{str(verifier.dtype).removeprefix('torch.')} (try --dtype float32)"
-                )
+            logits = own_logits(verifier, hidden)
+            if step == 0:
+                refuse_damaged_logits(logits, verifier.model)
             if uniforms is None:
                 chosen = logits.argmax(-1)
             else:
@@ -281,7 +296,7 @@ class _Batch:
         for r, prompt in enumerate(prompts):
             self.mask[r, : self.width - len(prompt)] = 0
         self.mask, self.lengths = self.mask.to(verifier.device), self.lengths.to(verifier.device)
-        self.cache = verifier.new_cache(capacity)
+        self.cache = new_cache(verifier, capacity)
 
     def prefill(self, prompts: Sequence[list[int]]) -> Tensor:
         """Run the prompts; the last position's normed state, [batch_size, hidden_size]."""

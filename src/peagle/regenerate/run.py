@@ -18,12 +18,11 @@ from peagle.data.template import template_text, use_template_file
 from peagle.errors import DataError
 from peagle.files import whole_file
 from peagle.regenerate.answer_file import AnswerFile, answer_record
-from peagle.regenerate.answers import AnswerSource, Prompt, TransformersAnswers
+from peagle.regenerate.answers import TransformersAnswers
 from peagle.regenerate.config import RegenerateConfig
-from peagle.regenerate.generation import GenerationSettings
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
-from peagle.verifier.source import RowRefused
+from peagle.verifier.source import AnswerSource, GenerationSettings, Prompt, RowRefused
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer, tokenizer_sha256
 from peagle.verifier.weights import fingerprint
 

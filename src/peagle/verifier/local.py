@@ -1,4 +1,4 @@
-"""The verifier through Transformers: hidden states of whole rows, and batched generation, on CPU or one GPU."""
+"""The verifier in this process through Transformers: the model and its hidden states, on the CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from peagle.data.records import TokenRow
 from peagle.errors import VerifierError
-from peagle.regenerate.generation import Generation, GenerationSettings, GrowingCache, generate_batch
 from peagle.verifier.model_config import VerifierConfig, first_line
 from peagle.verifier.source import RowStates
 from peagle.verifier.weights import VerifierHead, gguf_file
@@ -61,33 +60,6 @@ class TransformersVerifier:
                 f"{verifier_config.name_or_path}: {type(self.model).__name__} has no language-model head"
             )
         self.lm_head = head
-
-    @property
-    def has_plain_cache(self) -> bool:
-        """Whether every layer is attention, so that keys and values are all that a pass leaves behind."""
-        kinds = getattr(self.decoder.config, "layer_types", None) or ["full_attention"]
-        return set(kinds) <= {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-
-    def new_cache(self, capacity: int) -> Any:
-        """An empty key/value cache for rows of at most `capacity` tokens."""
-        if self.has_plain_cache:
-            return GrowingCache(self.verifier_config.num_layers, capacity)
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self.decoder.config)
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """The verifier's own logits, scaled and soft-capped.
-
-        Args:
-            normed: states after the final norm, [..., hidden_size].
-
-        Returns:
-            float32, [..., vocab_size].
-        """
-        logits: Tensor = self.lm_head(normed).float() * self.verifier_config.logit_scale
-        cap = self.verifier_config.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def states(self, rows: Sequence[list[int]], aux_layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Auxiliary and last states of each row, in the order given.
@@ -148,11 +120,7 @@ class TransformersVerifier:
         last_id = self.verifier_config.num_layers
         with _captured(self.layers, {last_id}) as captured:
             own = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits.float()
-        if not torch.isfinite(own).all():
-            raise VerifierError(
-                f"{self.verifier_config.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
-                f"{str(self.dtype).removeprefix('torch.')} (try --dtype float32)"
-            )
+        refuse_damaged_logits(own, self.model)
         mine = head.logits(head.normed(captured[last_id].to(head.weight.device))).float().to(own.device)
         error = float((mine - own).abs().max() / own.abs().max())
         if not error < _HEAD_TOLERANCE[self.dtype]:
@@ -161,26 +129,22 @@ class TransformersVerifier:
                 f"of the largest: peagle does not know how the {self.verifier_config.model_type} family computes them"
             )
 
-    def generate(
-        self, prompts: Sequence[list[int]], settings: GenerationSettings, seeds: Sequence[int], batch_size: int
-    ) -> Iterator[tuple[int, Generation]]:
-        """Answer prompts, batched, with a key/value cache.
 
-        Args:
-            prompts: token ids, none empty and each shorter than the verifier's limit.
-            settings: lengths, eos, temperature, top-p, tail.
-            seeds: one per prompt: at temperature > 0 a row's answer depends on its seed, not on its batch.
-            batch_size: prompts that run together.
+def refuse_damaged_logits(logits: Tensor, model: Any) -> None:
+    """Refuse a verifier that computes nonsense.
 
-        Yields:
-            (index of the prompt, its answer), as answers end.
-        """
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for start in range(0, len(order), batch_size):
-            group = order[start : start + batch_size]
-            done = generate_batch(self, [prompts[i] for i in group], settings, [seeds[i] for i in group])
-            for place, generation in done:
-                yield group[place], generation
+    Args:
+        logits: its own, of any shape.
+        model: the verifier's, of Transformers, for the message.
+
+    Raises:
+        VerifierError: some are NaN or infinite.
+    """
+    if not torch.isfinite(logits).all():
+        raise VerifierError(
+            f"{model.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
+            f"{str(model.dtype).removeprefix('torch.')} (try --dtype float32)"
+        )
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

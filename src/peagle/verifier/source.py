@@ -1,15 +1,15 @@
-"""The seam between whatever runs a verifier (Transformers, a server, vLLM in process) and the store of its states."""
+"""The seam between whatever runs a verifier (this process, a server) and those who want its states or its answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from peagle.data.records import TokenRow
+from peagle.data.records import Conversation, TokenRow
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,77 @@ class StateSource(Protocol):
 
     def close(self) -> None:
         """Release connections, files and memory. Called once, also after an error."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """How answers are written."""
+
+    max_new_tokens: int
+    """Longest answer, its eos included."""
+    eos_ids: tuple[int, ...]
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    """Sampling keeps the smallest set of tokens whose probabilities reach this; 1 keeps all."""
+    tail_tokens: int
+    """Further tokens written after the answer's end, for replay: what the verifier would have said next."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, rendered."""
+
+    row_id: str
+    input_ids: list[int]
+    seed: int
+    """For sampling; a function of the run's seed and the row's id."""
+    conversation: Conversation | None = None
+    """What was rendered, for servers that render it themselves."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a verifier wrote after one prompt."""
+
+    ids: list[int]
+    """The eos included, if it ended by itself."""
+    finish_reason: Literal["stop", "length"]
+    tail_ids: list[int]
+    """The verifier's continuation past the end, `tail_tokens` long unless the model's limit came first."""
+
+
+@dataclass(frozen=True)
+class RowAnswer:
+    """The answer to one prompt."""
+
+    row_id: str
+    generation: Generation
+    prompt_ids: list[int] | None = None
+    """What the server rendered; None if the prompt's own ids were sent."""
+
+
+class AnswerSource(Protocol):
+    """Something that answers prompts. The settings (lengths, eos, sampling, tail) were given when it was made."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt and answer together; a prompt of this length or more is never handed over."""
+        ...
+
+    def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[RowAnswer | RowRefused]:
+        """Yield each wanted prompt's answer once, in any order, as soon as it is there.
+
+        Args:
+            prompts: the whole job, whether or not it resumes, so that groups can be the same each time.
+            wanted: ids of the rows whose answers are needed.
+
+        Raises:
+            PeagleError: the job cannot go on. What was yielded before stays.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what is held. Called once, also after an error."""
         ...

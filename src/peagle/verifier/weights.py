@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional as F
 
 from peagle.errors import VerifierError
-from peagle.kernels.products import linear
 from peagle.verifier.model_config import VerifierConfig, first_line
 
 _PREFIXES = (
@@ -80,7 +80,7 @@ class VerifierHead:
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits over the rows of `weight`, [..., vocab_size], scaled and soft-capped as the verifier's own."""
-        logits = linear(normed, self.weight)
+        logits = F.linear(normed, self.weight)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

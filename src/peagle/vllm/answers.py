@@ -16,10 +16,8 @@ from typing import Any, Literal
 
 from peagle.data import Conversation
 from peagle.errors import EndpointError
-from peagle.regenerate.answers import Answered, Prompt
-from peagle.regenerate.generation import Generation, GenerationSettings
 from peagle.verifier.model_config import VerifierConfig
-from peagle.verifier.source import RowRefused
+from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer, RowRefused
 from peagle.vllm.client import Endpoint, EndpointPool, RetryPolicy, RowRefusedError, in_parallel, is_same_model
 
 logger = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ class EndpointAnswers:
         """The servers."""
         return self._pool.endpoints
 
-    def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[Answered | RowRefused]:
+    def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[RowAnswer | RowRefused]:
         """See `AnswerSource.answers`."""
         jobs = (functools.partial(self._answer, prompt) for prompt in prompts if prompt.row_id in wanted)
         refused_in_a_row = 0
@@ -122,7 +120,7 @@ class EndpointAnswers:
         """Drop connections."""
         self._pool.close()
 
-    def _answer(self, prompt: Prompt) -> Answered | RowRefused:
+    def _answer(self, prompt: Prompt) -> RowAnswer | RowRefused:
         settings = self._generation
         count = min(settings.max_new_tokens, self._max_tokens - len(prompt.input_ids))
         rendered: list[int] | None = None
@@ -145,7 +143,7 @@ class EndpointAnswers:
                 tail = self._ask({"prompt": [*context, *ids]}, room, prompt.seed + 1, False).ids
         except RowRefusedError as error:
             return RowRefused(prompt.row_id, "refused by the server", str(error))
-        return Answered(prompt.row_id, Generation(ids, said.reason, tail), rendered)
+        return RowAnswer(prompt.row_id, Generation(ids, said.reason, tail), rendered)
 
     def _ask(self, asked: dict[str, Any], max_tokens: int, seed: int, stops: bool) -> _Said:
         """Generated ids, the end token included, and why they ended; for a chat ("messages") or ids ("prompt")."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peagle.errors import EndpointError
-from peagle.evaluate.counts import Counts
 
 _LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -58,8 +57,19 @@ def read_metrics(text: str, model_name: str | None) -> Reading:
     return Reading(values)
 
 
-def difference(before: Reading, after: Reading) -> Counts:
-    """Counts between two readings, summed over all engines.
+@dataclass(frozen=True)
+class Gain:
+    """By how much the counters grew between two readings."""
+
+    num_drafts: float
+    """Verifier passes that checked a draft."""
+    accepted_per_position: tuple[float, ...]
+    """Passes in which the k-th drafted token was accepted, [num_speculative_tokens]."""
+    num_generated_tokens: int
+
+
+def difference(before: Reading, after: Reading) -> Gain:
+    """What the counters gained between two readings, summed over all engines.
 
     Raises:
         EndpointError: a counter fell or an engine vanished (the server was restarted in between), or the server has no
@@ -83,4 +93,4 @@ def difference(before: Reading, after: Reading) -> Counts:
         gained[name, position] = gained.get((name, position), 0.0) + value - old
     positions = sorted(int(position) for name, position in gained if name == _PER_POSITION)
     per_position = tuple(gained[_PER_POSITION, str(k)] for k in positions)
-    return Counts(gained[_DRAFTS, ""], per_position, int(gained.get((_GENERATED, ""), 0)))
+    return Gain(gained[_DRAFTS, ""], per_position, int(gained.get((_GENERATED, ""), 0)))

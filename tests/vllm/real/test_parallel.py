@@ -13,11 +13,9 @@ from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import config_for
 from peagle.drafter.network import Drafter
 from peagle.evaluate.served import ServedDrafter
-from peagle.regenerate.answers import Prompt
-from peagle.regenerate.generation import GenerationSettings
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
-from peagle.verifier.source import RowStates
+from peagle.verifier.source import GenerationSettings, Prompt, RowStates
 from peagle.verifier.weights import load_embedding, load_head
 from peagle.vllm.answers import AnswerEndpoints
 from peagle.vllm.client import RetryPolicy
@@ -88,7 +86,9 @@ def test_counters_of_two_engines_add_up_to_what_our_engine_counts(work: Path, tm
     prompts = [row for row in mixed_rows(24, 260, 60, 3) if len(row) > 1]
     arguments = ["serve", str(tmp_path / "drafter"), "--", "--data-parallel-size", "2"]
     with server(arguments, work / "dp-serve.log", several=True) as (_, url):
-        settings = GenerationSettings(24, verifier_config.eos_token_ids, 0.0, 1.0, 0)
+        settings = GenerationSettings(
+            max_new_tokens=24, eos_ids=verifier_config.eos_token_ids, temperature=0.0, top_p=1.0, tail_tokens=0
+        )
         measured = ServedDrafter(verifier_config, settings, AnswerEndpoints((url,), None, None, 8, POLICY))
         run = measured.run([Prompt(str(i), ids, 0) for i, ids in enumerate(prompts)])
         measured.close()

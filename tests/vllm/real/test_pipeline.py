@@ -103,14 +103,18 @@ def test_chats_that_the_server_renders_are_the_prompts_that_we_render(runs: Runs
 
 
 def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(runs: Runs) -> None:
-    from peagle.regenerate.generation import GenerationSettings
+    from peagle.regenerate.generation import generate
     from peagle.verifier.local import TransformersVerifier
+    from peagle.verifier.source import GenerationSettings
 
     verifier_config = load_verifier_config(str(runs.verifier), False)
     made = records(runs.work / "answers.jsonl")[:6]
-    settings = GenerationSettings(NEW_TOKENS, verifier_config.eos_token_ids, 0.0, 1.0, 4)
+    settings = GenerationSettings(
+        max_new_tokens=NEW_TOKENS, eos_ids=verifier_config.eos_token_ids, temperature=0.0, top_p=1.0, tail_tokens=4
+    )
     prompts = [[i for i, m in zip(r["input_ids"], r["loss_mask"]) if not m][: r["loss_mask"].index(1)] for r in made]
-    ours = TransformersVerifier(verifier_config, "float32", "cpu").generate(prompts, settings, [0] * len(made), 6)
+    verifier = TransformersVerifier(verifier_config, "float32", "cpu")
+    ours = generate(verifier, prompts, settings, [0] * len(made), 6)
     for place, generation in ours:
         record = made[place]
         assert record["input_ids"] == [*prompts[place], *generation.ids, *generation.tail_ids]

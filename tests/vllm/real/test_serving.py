@@ -15,10 +15,10 @@ from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import config_for
 from peagle.drafter.network import Drafter
 from peagle.evaluate.served import ServedDrafter
-from peagle.regenerate.answers import Prompt
-from peagle.regenerate.generation import GenerationSettings
 from peagle.serve.check import check_checkpoint
+from peagle.serve.config import CheckConfig
 from peagle.verifier.model_config import load_verifier_config
+from peagle.verifier.source import GenerationSettings, Prompt
 from peagle.verifier.weights import load_embedding, load_head
 from peagle.vllm.answers import AnswerEndpoints
 from peagle.vllm.client import RetryPolicy
@@ -89,7 +89,7 @@ def test_sampling_has_the_verifiers_distribution(engines: Engines, verifier: Pat
 
 
 def test_the_check_finds_nothing_with_the_installed_vllm(drafter: Path) -> None:
-    found = check_checkpoint(drafter, None, True, None, engine_here(), False)
+    found = check_checkpoint(CheckConfig(checkpoint=str(drafter)), engine_here())
     assert found.of("error") == []
 
 
@@ -117,7 +117,9 @@ def test_the_counters_of_a_served_drafter_are_those_of_our_engine(
 ) -> None:
     verifier_config = load_verifier_config(str(verifier), False)
     some = prompts[:12]
-    settings = GenerationSettings(32, verifier_config.eos_token_ids, 0.0, 1.0, 0)
+    settings = GenerationSettings(
+        max_new_tokens=32, eos_ids=verifier_config.eos_token_ids, temperature=0.0, top_p=1.0, tail_tokens=0
+    )
     endpoints = AnswerEndpoints((served,), None, None, 4, RetryPolicy(120.0, 2, 5.0))
     measured = ServedDrafter(verifier_config, settings, endpoints)
     run = measured.run([Prompt(str(i), ids, 0) for i, ids in enumerate(some)])
@@ -184,7 +186,7 @@ def test_every_kind_of_checkpoint_drafts_as_in_our_engine(
         else:
             state["lm_head.weight"].copy_(load_head(verifier_config).weight)
     drafter_checkpoint.save(made, tmp_path / "d", "float32")
-    found = check_checkpoint(tmp_path / "d", None, True, None, engine_here(), False)
+    found = check_checkpoint(CheckConfig(checkpoint=str(tmp_path / "d")), engine_here())
     assert found.of("error") == []
     some, eos = prompts[:6], verifier_config.eos_token_ids
     method = {} if "speculators_model_type" in VARIANTS[variant] else {"parallel_drafting": True}
