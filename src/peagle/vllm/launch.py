@@ -27,7 +27,7 @@ from peagle.vllm.support import Engine, detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
 
-PLUGIN_FOLDER = Path(__file__).parent / "vllm_plugin"
+PLUGIN_FOLDER = Path(__file__).parent / "plugin"
 """Goes on the server's PYTHONPATH; holds the connector and nothing else."""
 CONNECTOR, CONNECTOR_MODULE = "PeagleHiddenStates", "peagle_vllm_connector"
 _STOP_WAIT_S = 30.0
