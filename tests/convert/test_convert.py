@@ -17,10 +17,11 @@ from peagle.convert.config import ConvertConfig
 from peagle.convert.convert import convert
 from peagle.convert.tensors import draft_ids_of
 from peagle.drafter.checkpoint import load
-from peagle.engine.acceptance import Sampling
+from peagle.engine import Sampling
 from peagle.engine.drafting import Drafting, FusedDrafter
 from peagle.errors import CheckpointError, ConfigError
 from peagle.serve.check import check_checkpoint
+from peagle.serve.config import CheckConfig
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
 from tests.drafter.flat_forward import DIM, HEADS, HIDDEN, KV, PRUNED, VOCAB, Witness, base_tensors, flat_config
@@ -145,7 +146,14 @@ def settings(source: Path, output: Path, verifier: str, **values: Any) -> Conver
 def engine_draft(folder: Path, pair_ids: list[int], aux: Tensor, depth: int) -> list[int]:
     drafter = load(str(folder), torch.float32, CPU)
     with torch.inference_mode():
-        drafting = Drafting(drafter, FusedDrafter(drafter), depth, Sampling(), VOCAB, 1, 64)
+        drafting = Drafting(
+            layers=FusedDrafter(drafter),
+            num_speculative_tokens=depth,
+            sampling=Sampling(),
+            vocab_size=VOCAB,
+            num_rows=1,
+            capacity=64,
+        )
         return drafting.propose(0, torch.tensor([pair_ids]), aux[None], [0], [len(pair_ids)], None).ids[0].tolist()
 
 
@@ -162,7 +170,7 @@ def test_a_converted_checkpoint_drafts_what_its_source_did(layout, verifier, tmp
         expected = witness.draft(pair_ids, aux, 5)
         assert engine_draft(tmp_path / "ours", pair_ids, aux, 5) == expected
     assert len(set(expected)) > 1
-    found = check_checkpoint(tmp_path / "ours", None, True, None, None, False)
+    found = check_checkpoint(CheckConfig(checkpoint=str(tmp_path / "ours")), None)
     assert found.of("error") == []
 
 

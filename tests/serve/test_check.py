@@ -15,6 +15,7 @@ from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import DrafterConfig, config_for
 from peagle.drafter.network import Drafter
 from peagle.serve.check import check_checkpoint
+from peagle.serve.config import CheckConfig
 from peagle.serve.files import Findings
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
@@ -77,7 +78,7 @@ def pruned(verifier: Path, tmp_path: Path) -> Path:
 
 
 def checked(path: Path, engine: Engine | None = VLLM, length: int | None = None) -> Findings:
-    return check_checkpoint(path, None, True, length, engine, False)
+    return check_checkpoint(CheckConfig(checkpoint=str(path), max_model_len=length), engine)
 
 
 def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -369,14 +370,14 @@ def test_F15_a_family_that_the_engine_lacks_is_said_before_serving(folder: Path,
 
 
 def test_a_verifier_out_of_reach_or_of_another_kind_is_an_error(folder: Path, tmp_path: Path) -> None:
-    found = check_checkpoint(folder, str(tmp_path / "nowhere"), True, None, VLLM, False)
+    found = check_checkpoint(CheckConfig(checkpoint=str(folder), verifier_name_or_path=str(tmp_path / "nowhere")), VLLM)
     assert "cannot be reached" in str(found.of("error")[0])
     other = tiny_verifier(tmp_path / "other", "llama", hidden_size=32, num_attention_heads=2)
-    found = check_checkpoint(folder, str(other), True, None, VLLM, False)
+    found = check_checkpoint(CheckConfig(checkpoint=str(folder), verifier_name_or_path=str(other)), VLLM)
     said = "\n".join(map(str, found.found))
     assert "is a LlamaForCausalLM; the drafter was made for a Qwen3ForCausalLM" in said
     assert "hidden_size is 64, the verifier's hidden_size is 32" in said
-    assert check_checkpoint(folder, None, False, None, VLLM, False).is_servable
+    assert check_checkpoint(CheckConfig(checkpoint=str(folder), verifier_check=False), VLLM).is_servable
 
 
 def test_files_that_are_damaged_doubled_or_absent_are_named(folder: Path) -> None:

@@ -52,10 +52,15 @@ def add_command(
         for key, value in given.items():
             if value is None or value == []:
                 continue
-            is_whole = bool(_extra(config_type.model_fields[key]).get("whole"))
-            values[key] = _split(value) if isinstance(value, list) and not is_whole else value
-            if _is_blank(values[key], config_type.model_fields[key]):
-                raise ConfigError(f"{_named(key, config_type.model_fields[key])} is given without a value")
+            field = config_type.model_fields[key]
+            is_positional = bool(_extra(field).get("positional"))
+            # paths and hub names hold no comma
+            if isinstance(value, list) and not _extra(field).get("whole"):
+                value = [part for text in value for part in text.split(",") if part]
+            # nothing said where something must be: `--endpoint "$UNSET"` must not mean "without an endpoint"
+            if value == [] or (value == "" and (field.is_required() or is_positional)):
+                raise ConfigError(f"{key.upper() if is_positional else _flag(key)} is given without a value")
+            values[key] = value
         if extra_args:
             values[EXTRA_ARGS] = extra_args
         try:
@@ -68,26 +73,21 @@ def add_command(
     first = {_panel(field) for field in fields.values() if field.is_required()}  # panels list what must be said first
     ordered = sorted(fields, key=lambda key: (_panel(fields[key]) not in first, _panel(fields[key]) in LAST_PANELS))
     parameters = [_parameter(key, fields[key]) for key in ordered]
-    parameters += [
-        _option("config", Path | None, "--config", "YAML file with these settings; flags win over it.", _GLOBAL_PANEL),
-        _option("quiet", bool, "--quiet", "Warnings and errors only.", _GLOBAL_PANEL, default=False),
-        _option("verbose", bool, "--verbose", "Debug messages too.", _GLOBAL_PANEL, default=False),
-    ]
-    parameters.sort(key=lambda parameter: parameter.kind)
+    for key, kind, text in (
+        ("config", Path | None, "YAML file with these settings; flags win over it."),
+        ("quiet", bool, "Warnings and errors only."),
+        ("verbose", bool, "Debug messages too."),
+    ):
+        default = False if kind is bool else None
+        parameters.append(_option(key, kind, [_flag(key)], text, _GLOBAL_PANEL, default))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = _unwrapped(inspect.getdoc(config_type) or "")
     app.command(name, rich_help_panel=panel, cls=Command)(command)
 
 
-def _is_blank(value: Any, field: FieldInfo) -> bool:
-    """Whether nothing was said where something must be: `--endpoint "$UNSET"` must not mean "without an endpoint"."""
-    return value == [] or (value == "" and (field.is_required() or bool(_extra(field).get("positional"))))
-
-
-def _named(key: str, field: FieldInfo) -> str:
-    """What a user types to give a field."""
-    return key.upper() if _extra(field).get("positional") else "--" + key.replace("_", "-")
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
 def _extra(field: FieldInfo) -> dict[str, Any]:
@@ -99,36 +99,33 @@ def _panel(field: FieldInfo) -> str:
 
 
 def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
-    extra = _extra(field)
     annotation = _plain(field.annotation)
+    kind = annotation if typing.get_origin(annotation) is list else annotation | None
     help_text = " ".join((field.description or "").split())
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     if annotation is bool:
         help_text += f" (default: {'on' if default else 'off'})"
     elif default not in (None, (), [], ""):
-        help_text += f" (default: {_shown(default)})"
+        typed = " ".join(map(str, default)) if isinstance(default, (tuple, list)) else str(default)
+        help_text += f" (default: {typed})"
     elif field.is_required():
         help_text += NEEDED
-    if extra.get("positional"):
-        kind = annotation if typing.get_origin(annotation) is list else annotation | None
-        argument = typer.Argument(help=help_text, show_default=False)
-        annotated: Any = Annotated[kind, argument]
-        return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotated)
-    flag = "--" + key.replace("_", "-")
-    if annotation is bool:
-        flag += "/--no-" + key.replace("_", "-")
-    kind = annotation if typing.get_origin(annotation) is list else annotation | None
-    aliases = extra.get("aliases", [])
-    names = [flag, *(str(alias) for alias in aliases)] if isinstance(aliases, list) else [flag]
-    return _option(key, kind, names, help_text, _panel(field))
+    if _extra(field).get("positional"):
+        return _keyword(key, kind, typer.Argument(help=help_text, show_default=False), None)
+    switch = f"{_flag(key)}/--no-{key.replace('_', '-')}" if annotation is bool else _flag(key)
+    return _option(key, kind, [switch, *_extra(field).get("aliases", ())], help_text, _panel(field))
 
 
 def _option(
-    key: str, kind: Any, names: str | list[str], text: str, panel: str, default: Any = None
+    key: str, kind: Any, names: list[str], text: str, panel: str, default: bool | None = None
 ) -> inspect.Parameter:
-    names = [names] if isinstance(names, str) else names
     option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, metavar=_takes(kind))
-    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+    return _keyword(key, kind, option, default)
+
+
+def _keyword(key: str, kind: Any, about: Any, default: bool | None) -> inspect.Parameter:
+    annotation = Annotated[kind, about]
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _takes(kind: Any) -> str | None:
@@ -155,20 +152,10 @@ def _plain(annotation: Any) -> Any:
     raise TypeError(f"no flag for type {annotation}")
 
 
-def _shown(default: Any) -> str:
-    """A default as it would be typed."""
-    return " ".join(map(str, default)) if isinstance(default, (tuple, list)) else str(default)
-
-
 def _unwrapped(text: str) -> str:
     """Paragraphs as one line each, for the terminal to wrap; indented ones (examples) stay as they are."""
     parts = text.split("\n\n")
     return "\n\n".join(part if part.startswith(" ") else " ".join(part.split()) for part in parts)
-
-
-def _split(values: list[str]) -> list[str]:
-    """`["2,4", "5"]` to `["2", "4", "5"]`; paths and hub names hold no comma."""
-    return [part for value in values for part in str(value).split(",") if part]
 
 
 def spread(arguments: list[str], many: dict[str, set[str]]) -> list[str]:
@@ -210,18 +197,9 @@ def split_extra(arguments: list[str], config_type: type[StageConfig]) -> tuple[l
 
 def many_valued(config_type: type[StageConfig]) -> set[str]:
     """The flags of a config that take several values, aliases included."""
-    found = set()
+    flags: set[str] = set()
     for key, field in config_type.model_fields.items():
         extra = _extra(field)
-        if key == EXTRA_ARGS or extra.get("positional") or typing.get_origin(_plain(field.annotation)) is not list:
-            continue
-        aliases = extra.get("aliases")
-        found |= {"--" + key.replace("_", "-"), *(map(str, aliases) if isinstance(aliases, list) else ())}
-    return found
-
-
-def need(value: Any, flag: str) -> Any:
-    """Return `value`, or refuse with the flag's name."""
-    if value is None:
-        raise ConfigError(f"{flag} is needed")
-    return value
+        if key != EXTRA_ARGS and not extra.get("positional") and typing.get_origin(_plain(field.annotation)) is list:
+            flags |= {_flag(key), *extra.get("aliases", ())}
+    return flags

@@ -403,6 +403,7 @@ def _run(
     """Extract with every check on, train one step, check the saved checkpoint as a serving engine would."""
     from peagle.hidden_states.extract import extract
     from peagle.serve.check import check_checkpoint
+    from peagle.serve.config import CheckConfig
     from peagle.train.run import train
 
     states = ExtractConfig.build(
@@ -428,8 +429,9 @@ def _run(
         return
     line = (training.save_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
     yield Finding("training", "ok", f"one step: loss {json.loads(line)['loss']:.2f}, a checkpoint was written")
-    # the verifier and the installed vLLM have been examined already
-    findings = check_checkpoint(training.save_path / "checkpoint_last", None, True, None, None, False)
+    # the installed vLLM has been examined already
+    checkpoint = training.save_path / "checkpoint_last"
+    findings = check_checkpoint(CheckConfig.build({"checkpoint": str(checkpoint)}), None)
     errors = [str(finding) for finding in findings.of("error")]
     if errors:
         yield Finding("checkpoint", "fail", "; ".join(errors))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -17,65 +15,42 @@ from peagle.serve.tensor_rules import check_tensors
 from peagle.serve.verifier_rules import check_embedding, check_end_tokens, check_engine, check_length, check_verifier
 from peagle.vllm.support import Engine, engine_here
 
-logger = logging.getLogger(__name__)
-
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-def check_checkpoint(
-    folder: Path,
-    verifier_name_or_path: str | None,
-    verifier_check: bool,
-    max_model_len: int | None,
-    engine: Engine | None,
-    trust_remote_code: bool,
-) -> Findings:
-    """Check a checkpoint folder.
-
-    Args:
-        folder: its root.
-        verifier_name_or_path: instead of the one in config.json, or None.
-        verifier_check: compare with the verifier.
-        max_model_len: length to be served, or None for the verifier's.
-        engine: vLLM that will serve it, or None if unknown.
-        trust_remote_code: let the verifier's own code run.
+def check_checkpoint(config: CheckConfig, engine: Engine | None) -> Findings:
+    """Check a checkpoint for the vLLM that will serve it (None: not known).
 
     Returns:
         Everything found, in the order: files, config, tensors, verifier, engine.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
     """
     findings = Findings()
-    raw = read_checkpoint(folder, findings)
-    if not raw.config:
-        return findings
-    shape = check_config(raw.config, findings)
+    raw = read_checkpoint(find(config.checkpoint), findings)
+    shape = check_config(raw.config, findings) if raw.config else None
     if shape is None:
         return findings
     if raw.tensors:
         check_tensors(raw, shape, findings)
     architectures = shape.verifier_architectures
-    verifier = verifier_name_or_path or shape.verifier
-    if verifier_check and verifier:
-        verifier_config = check_verifier(shape, verifier, trust_remote_code, findings)
-        if verifier_config is not None:
-            architectures = verifier_config.architectures
-            check_length(shape, verifier_config, max_model_len, findings)
-            check_end_tokens(raw, shape, verifier_config, findings)
-            check_embedding(raw, shape, verifier_config, findings)
-    check_engine(shape, tuple(architectures), engine, findings)
+    name = config.verifier_name_or_path or shape.verifier
+    if config.verifier_check and name:
+        verifier = check_verifier(shape, name, config.trust_remote_code, findings)
+        if verifier is not None:
+            architectures = tuple(verifier.architectures)
+            check_length(shape, verifier, config.max_model_len, findings)
+            check_end_tokens(raw, shape, verifier, findings)
+            check_embedding(raw, shape, verifier, findings)
+    check_engine(shape, architectures, engine, findings)
     return findings
 
 
 def check(config: CheckConfig) -> int:
     """Check, print, and return the exit status: 0 if it can be served, 1 if not."""
     engine = engine_here() if config.vllm_version is None else Engine(config.vllm_version, "", None)
-    findings = check_checkpoint(
-        find(config.checkpoint),
-        config.verifier_name_or_path,
-        config.verifier_check,
-        config.max_model_len,
-        engine,
-        config.trust_remote_code,
-    )
+    findings = check_checkpoint(config, engine)
     if config.json_output:
         print(json.dumps(findings.to_json(config.checkpoint), indent=2))
     else:

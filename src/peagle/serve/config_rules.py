@@ -1,5 +1,8 @@
 """What vLLM reads in `config.json`, field by field, and what it makes of a missing or odd one.
 
+An independent witness: `drafter/model_config.py` reads the same fields, and what our reader and our writer both get
+wrong must be caught here.
+
 Source: vLLM 0.32, transformers_utils/configs/speculators (how the file becomes the drafter's Transformers config and
 the speculative config) and model_executor/models/{llama,qwen3}_eagle3.py (what the drafter takes from it).
 """
@@ -10,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.drafter.model_config import MAX_LAYERS
-from peagle.serve.files import Findings
+from peagle.serve.files import CONFIG, Findings
 
-CONFIG = "config.json"
 ARCHITECTURES = {"peagle": "PEagleDraftModel", "eagle3": "Eagle3DraftModel"}
 _LAYERS = "transformer_layer_config"
 _NUMBERS = (
@@ -28,7 +30,7 @@ _NUMBERS = (
 _DEFAULT_NUM_AUX = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServedShape:
     """The drafter that vLLM would build from a `config.json`."""
 
@@ -57,6 +59,7 @@ class ServedShape:
     verifier: str
     verifier_architectures: tuple[str, ...]
     dtype: str | None
+    """As torch names it: "bfloat16"."""
 
 
 def check_config(config: dict[str, Any], findings: Findings) -> ServedShape | None:
@@ -65,245 +68,227 @@ def check_config(config: dict[str, Any], findings: Findings) -> ServedShape | No
     Returns:
         The drafter that it would build, or None where a missing field leaves that open.
     """
-    before = len(findings.of("error"))
-    kind = _kind(config, findings)
-    layers = config.get(_LAYERS)
-    if not isinstance(layers, dict):
-        findings.error(CONFIG, f"{_LAYERS} is missing: vLLM builds the drafter from it")
-        layers = {}
-    layer_type = _layer_type(layers, findings)
-    numbers = {name: _number(layers, name, f"{_LAYERS}.{name}", findings) for name in _NUMBERS}
-    if numbers["num_hidden_layers"] > MAX_LAYERS:
-        findings.error(CONFIG, f"{_LAYERS}.num_hidden_layers is {numbers['num_hidden_layers']}, over {MAX_LAYERS}")
-        numbers["num_hidden_layers"] = 0
-    _other_layer_fields(layers, numbers, kind, findings)
-    draft_vocab = _number(config, "draft_vocab_size", "draft_vocab_size", findings)
-    target_hidden = _number(config, "target_hidden_size", "target_hidden_size", findings)
-    num_tokens = _proposal(config, findings)
-    verifier, architectures = _verifier(config, findings)
-    layer_ids = _layer_ids(config, findings)
-    num_aux = _num_aux(layers, layer_type, layer_ids, findings)
-    mask = _mask_token(config, kind, numbers["vocab_size"], findings)
-    _flags(config, kind, findings)
-    _ignored(config, kind, layers, findings)
-    if draft_vocab and numbers["vocab_size"] and draft_vocab > numbers["vocab_size"]:
-        findings.error(CONFIG, f"draft_vocab_size {draft_vocab} exceeds vocab_size {numbers['vocab_size']}")
-    if len(findings.of("error")) > before and not all(numbers.values()):
-        return None
-    if not (draft_vocab and target_hidden and kind and layer_type and all(numbers.values())):
-        return None
-    return ServedShape(
-        kind=kind,
-        layer_type=layer_type,
-        hidden_size=numbers["hidden_size"],
-        target_hidden_size=target_hidden,
-        intermediate_size=numbers["intermediate_size"],
-        num_layers=numbers["num_hidden_layers"],
-        num_heads=numbers["num_attention_heads"],
-        num_kv_heads=numbers["num_key_value_heads"],
-        head_dim=numbers["head_dim"],
-        vocab_size=numbers["vocab_size"],
-        draft_vocab_size=draft_vocab,
-        num_aux=num_aux,
-        aux_layer_ids=layer_ids,
-        max_position_embeddings=numbers["max_position_embeddings"],
-        num_speculative_tokens=num_tokens,
-        mask_token_id=mask,
-        norm_before_fc=bool(config.get("norm_before_fc")),
-        fc_norm=kind == "eagle3" and bool(config.get("fc_norm")),
-        attention_bias=bool(layers.get("attention_bias")),
-        verifier=verifier,
-        verifier_architectures=architectures,
-        dtype=config.get("dtype") or config.get("torch_dtype"),
-    )
+    return _ConfigCheck(config, findings).run()
 
 
-def _kind(config: dict[str, Any], findings: Findings) -> str:
-    kind = config.get("speculators_model_type")
-    if kind not in ARCHITECTURES:
-        findings.error(
-            CONFIG,
-            f"speculators_model_type is {kind!r}; expected peagle or eagle3, which vLLM maps to its methods (peagle: "
-            "eagle3 with parallel drafting)",
-        )
-        return ""
-    named = config.get("architectures")
-    if named != [ARCHITECTURES[kind]]:
-        findings.error(CONFIG, f"architectures is {named!r}; expected [{ARCHITECTURES[kind]!r}] for {kind}")
-    return str(kind)
+class _ConfigCheck:
+    """The checks of one `config.json`; what several of them read stands in `layers` and `kind`."""
 
+    def __init__(self, config: dict[str, Any], findings: Findings) -> None:
+        self.config, self.findings = config, findings
+        self.layers: dict[str, Any] = {}
+        self.kind = ""
 
-def _layer_type(layers: dict[str, Any], findings: Findings) -> str:
-    kind = layers.get("model_type")
-    if kind not in ("llama", "qwen3"):
-        findings.error(
-            CONFIG, f"{_LAYERS}.model_type is {kind!r}; vLLM serves drafters with layers of type llama or qwen3 only"
-        )
-        return ""
-    return str(kind)
+    def error(self, message: str) -> None:
+        self.findings.error(CONFIG, message)
 
+    def warning(self, message: str) -> None:
+        self.findings.warning(CONFIG, message)
 
-def _number(holder: dict[str, Any], key: str, name: str, findings: Findings) -> int:
-    value = holder.get(key)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    if value is None:
-        findings.error(CONFIG, f"{name} is missing; vLLM would take Transformers' default without a word")
-    else:
-        findings.error(CONFIG, f"{name} is {value!r}; expected a whole number of at least 1")
-    return 0
-
-
-def _other_layer_fields(layers: dict[str, Any], numbers: dict[str, int], kind: str, findings: Findings) -> None:
-    eps = layers.get("rms_norm_eps")
-    if not isinstance(eps, float) or not 0 < eps < 1:
-        findings.error(CONFIG, f"{_LAYERS}.rms_norm_eps is {eps!r}; expected a small number, the one trained with")
-    heads, kv_heads = numbers["num_attention_heads"], numbers["num_key_value_heads"]
-    if heads and kv_heads and heads % kv_heads:
-        findings.error(CONFIG, f"{heads} attention heads cannot share {kv_heads} key/value heads")
-    rope = layers.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
-        if "rope_theta" in layers:
-            findings.warning(
-                CONFIG, f"{_LAYERS} has the old rope_theta and no rope_parameters; vLLM reads both for now"
-            )
+    def run(self) -> ServedShape | None:
+        # 1. The kind of drafter and its layers.
+        self.kind = self._kind()
+        layers = self.config.get(_LAYERS)
+        if isinstance(layers, dict):
+            self.layers = layers
         else:
-            findings.error(
-                CONFIG, f"{_LAYERS}.rope_parameters is missing or has no rope_theta: the base would be 10000"
+            self.error(f"{_LAYERS} is missing: vLLM builds the drafter from it")
+        layer_type = self.layers.get("model_type")
+        if layer_type not in ("llama", "qwen3"):
+            self.error(
+                f"{_LAYERS}.model_type is {layer_type!r}; vLLM serves drafters with layers of type llama or qwen3 only"
             )
-    elif "mrope_section" in rope:
-        findings.error(
-            CONFIG,
-            f"{_LAYERS}.rope_parameters has mrope_section; vLLM's drafters take plain text positions: leave it out",
+            layer_type = ""
+        # 2. Its sizes.
+        numbers = {name: self._number(self.layers, name, f"{_LAYERS}.{name}") for name in _NUMBERS}
+        if numbers["num_hidden_layers"] > MAX_LAYERS:
+            self.error(f"{_LAYERS}.num_hidden_layers is {numbers['num_hidden_layers']}, over {MAX_LAYERS}")
+            numbers["num_hidden_layers"] = 0
+        self._heads_and_rope(numbers)
+        self._windows(numbers["num_hidden_layers"])
+        vocab_size = numbers["vocab_size"]
+        draft_vocab_size = self._number(self.config, "draft_vocab_size", "draft_vocab_size")
+        target_hidden_size = self._number(self.config, "target_hidden_size", "target_hidden_size")
+        if draft_vocab_size and vocab_size and draft_vocab_size > vocab_size:
+            self.error(f"draft_vocab_size {draft_vocab_size} exceeds vocab_size {vocab_size}")
+        # 3. What it drafts for, and how.
+        num_speculative_tokens = self._proposal()
+        verifier, architectures = self._verifier()
+        layer_ids = self._layer_ids()
+        num_aux = self._num_aux(layer_type, layer_ids)
+        mask_token_id = self._mask_token(vocab_size)
+        self._flags()
+        self._ignored()
+        if not (draft_vocab_size and target_hidden_size and self.kind and layer_type and all(numbers.values())):
+            return None
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        return ServedShape(
+            kind=self.kind,
+            layer_type=layer_type,
+            hidden_size=numbers["hidden_size"],
+            target_hidden_size=target_hidden_size,
+            intermediate_size=numbers["intermediate_size"],
+            num_layers=numbers["num_hidden_layers"],
+            num_heads=numbers["num_attention_heads"],
+            num_kv_heads=numbers["num_key_value_heads"],
+            head_dim=numbers["head_dim"],
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            num_aux=num_aux,
+            aux_layer_ids=layer_ids,
+            max_position_embeddings=numbers["max_position_embeddings"],
+            num_speculative_tokens=num_speculative_tokens,
+            mask_token_id=mask_token_id,
+            norm_before_fc=bool(self.config.get("norm_before_fc")),
+            fc_norm=self.kind == "eagle3" and bool(self.config.get("fc_norm")),
+            attention_bias=bool(self.layers.get("attention_bias")),
+            verifier=verifier,
+            verifier_architectures=architectures,
+            dtype=str(dtype).removeprefix("torch.") if dtype else None,
         )
-    act = layers.get("hidden_act", "silu")
-    if act != "silu":
-        findings.error(CONFIG, f"{_LAYERS}.hidden_act is {act!r}; vLLM's drafter layers have silu only")
-    _windows(layers, numbers["num_hidden_layers"], kind, findings)
 
-
-def _windows(layers: dict[str, Any], num_layers: int, kind: str, findings: Findings) -> None:
-    kinds = layers.get("layer_types")
-    window = layers.get("sliding_window")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) < num_layers:
-            findings.error(CONFIG, f"{_LAYERS}.layer_types must name {num_layers} layers")
-            return
-        if len(set(kinds[:num_layers])) > 1:
-            findings.error(
-                CONFIG,
-                f"{_LAYERS}.layer_types mixes {sorted(set(kinds[:num_layers]))}; vLLM cannot serve that in a drafter",
+    def _kind(self) -> str:
+        kind = self.config.get("speculators_model_type")
+        if kind not in ARCHITECTURES:
+            self.error(
+                f"speculators_model_type is {kind!r}; expected peagle or eagle3, which vLLM maps to its methods "
+                "(peagle: eagle3 with parallel drafting)"
             )
-            return
-    windowed = window and (layers.get("use_sliding_window", True) if kinds is None else "sliding_attention" in kinds)
-    if windowed:
-        findings.warning(
-            CONFIG,
-            f"{_LAYERS}.sliding_window is {window}; some vLLM versions take the verifier's window instead: compare "
-            "acceptance on long prompts",
-        )
+            return ""
+        named = self.config.get("architectures")
+        if named != [ARCHITECTURES[kind]]:
+            self.error(f"architectures is {named!r}; expected [{ARCHITECTURES[kind]!r}] for {kind}")
+        return str(kind)
 
-
-def _proposal(config: dict[str, Any], findings: Findings) -> int:
-    methods = _at(config, "speculators_config", "proposal_methods")
-    if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
-        findings.error(CONFIG, "speculators_config.proposal_methods is missing; vLLM reads its first entry")
+    def _number(self, holder: dict[str, Any], key: str, name: str) -> int:
+        value = holder.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        if value is None:
+            self.error(f"{name} is missing; vLLM would take Transformers' default without a word")
+        else:
+            self.error(f"{name} is {value!r}; expected a whole number of at least 1")
         return 0
-    if len(methods) > 1:
-        findings.warning(
-            CONFIG, f"speculators_config.proposal_methods has {len(methods)} entries; vLLM reads the first"
-        )
-    return _number(
-        methods[0], "speculative_tokens", "speculators_config.proposal_methods[0].speculative_tokens", findings
-    )
 
-
-def _verifier(config: dict[str, Any], findings: Findings) -> tuple[str, tuple[str, ...]]:
-    entry = _at(config, "speculators_config", "verifier")
-    name = entry.get("name_or_path") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or not name:
-        findings.error(CONFIG, "speculators_config.verifier.name_or_path is missing: `vllm serve CHECKPOINT` loads it")
-        return "", ()
-    named = entry.get("architectures") or []
-    return name, tuple(str(part) for part in named)
-
-
-def _layer_ids(config: dict[str, Any], findings: Findings) -> tuple[int, ...]:
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
-        findings.error(
-            CONFIG,
-            "eagle_aux_hidden_state_layer_ids is missing: vLLM would feed the drafter the layers that it guesses (2, "
-            "n / 2, n - 3)",
-        )
-        return ()
-    if ids != sorted(set(ids)) or ids[0] < 0:
-        findings.error(
-            CONFIG,
-            f"eagle_aux_hidden_state_layer_ids is {ids}; vLLM lays states out in ascending order: sort, no doubles",
-        )
-    return tuple(ids)
-
-
-def _num_aux(layers: dict[str, Any], layer_type: str, ids: tuple[int, ...], findings: Findings) -> int:
-    """How many layers vLLM would make `fc` for. Llama drafters do not count the list of ids at the top."""
-    counted = layers.get("num_aux_hidden_states")
-    if layer_type == "qwen3" and layers.get("num_aux_layers") is not None:
-        counted = layers["num_aux_layers"]
-    if counted is None:
-        nested = (layers.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        counted = len(ids) if layer_type == "qwen3" and ids else len(nested) if nested else _DEFAULT_NUM_AUX
-        if ids and counted != len(ids):
-            findings.error(
-                CONFIG,
-                f"{_LAYERS}.num_aux_hidden_states is missing: vLLM builds this drafter's input layer for {counted} "
-                f"verifier layers, it has {len(ids)}",
-            )
-    elif ids and counted != len(ids):
-        findings.error(CONFIG, f"{_LAYERS}.num_aux_hidden_states is {counted}, but {len(ids)} layer ids are given")
-    return int(counted)
-
-
-def _mask_token(config: dict[str, Any], kind: str, vocab_size: int, findings: Findings) -> int | None:
-    if kind != "peagle":
-        return None
-    token = config.get("mask_token_id")
-    if not isinstance(token, int) or isinstance(token, bool):
-        findings.error(CONFIG, f"mask_token_id is {token!r}; a P-EAGLE drafter needs the token of its mask slots")
-        return None
-    if not 0 <= token < (vocab_size or token + 1):
-        findings.error(CONFIG, f"mask_token_id {token} has no row among {vocab_size} embeddings")
-    return token
-
-
-def _flags(config: dict[str, Any], kind: str, findings: Findings) -> None:
-    residual = config.get("norm_before_residual")
-    if not isinstance(residual, bool):
-        default = kind == "eagle3"
-        findings.error(
-            CONFIG, f"norm_before_residual is not written; vLLM takes {str(default).lower()} for {kind or 'this kind'}"
-        )
-    for name in ("norm_before_fc", "fc_norm", "norm_output"):
-        if name in config and not isinstance(config[name], bool):
-            findings.error(CONFIG, f"{name} is {config[name]!r}; expected true or false")
-
-
-def _ignored(config: dict[str, Any], kind: str, layers: dict[str, Any], findings: Findings) -> None:
-    if kind == "peagle":
-        for name in ("fc_norm", "norm_output"):
-            if config.get(name) is True:
-                findings.error(
-                    CONFIG,
-                    f"{name} is set, but vLLM does not read it for peagle: what was trained would have no effect",
+    def _heads_and_rope(self, numbers: dict[str, int]) -> None:
+        eps = self.layers.get("rms_norm_eps")
+        if not isinstance(eps, float) or not 0 < eps < 1:
+            self.error(f"{_LAYERS}.rms_norm_eps is {eps!r}; expected a small number, the one trained with")
+        heads, kv_heads = numbers["num_attention_heads"], numbers["num_key_value_heads"]
+        if heads and kv_heads and heads % kv_heads:
+            self.error(f"{heads} attention heads cannot share {kv_heads} key/value heads")
+        rope = self.layers.get("rope_parameters")
+        if isinstance(rope, dict) and "rope_theta" in rope:
+            if "mrope_section" in rope:
+                self.error(
+                    f"{_LAYERS}.rope_parameters has mrope_section; vLLM's drafters take plain text positions: leave it "
+                    "out"
                 )
-            if layers.get(name) is True:
-                findings.error(CONFIG, f"{_LAYERS}.{name} is set; our P-EAGLE drafters have no such norm")
-    if config.get("tie_word_embeddings") or layers.get("tie_word_embeddings"):
-        findings.warning(CONFIG, "tie_word_embeddings is true; vLLM reads the head from the checkpoint all the same")
-    if config.get("quantization_config") or layers.get("quantization_config"):
-        findings.warning(CONFIG, "has a quantization_config; peagle neither makes nor checks quantized drafters")
-    if not config.get("speculators_version"):
-        findings.warning(CONFIG, "speculators_version is missing; Speculators itself will not load this checkpoint")
+        elif "rope_theta" in self.layers:
+            self.warning(f"{_LAYERS} has the old rope_theta and no rope_parameters; vLLM reads both for now")
+        else:
+            self.error(f"{_LAYERS}.rope_parameters is missing or has no rope_theta: the base would be 10000")
+        act = self.layers.get("hidden_act", "silu")
+        if act != "silu":
+            self.error(f"{_LAYERS}.hidden_act is {act!r}; vLLM's drafter layers have silu only")
+
+    def _windows(self, num_layers: int) -> None:
+        types, window = self.layers.get("layer_types"), self.layers.get("sliding_window")
+        if types is not None:
+            if not isinstance(types, list) or len(types) < num_layers:
+                self.error(f"{_LAYERS}.layer_types must name {num_layers} layers")
+                return
+            mixed = sorted(set(types[:num_layers]))
+            if len(mixed) > 1:
+                self.error(f"{_LAYERS}.layer_types mixes {mixed}; vLLM cannot serve that in a drafter")
+                return
+        uses = self.layers.get("use_sliding_window", True) if types is None else "sliding_attention" in types
+        if window and uses:
+            self.warning(
+                f"{_LAYERS}.sliding_window is {window}; some vLLM versions take the verifier's window instead: compare "
+                "acceptance on long prompts"
+            )
+
+    def _proposal(self) -> int:
+        where = "speculators_config.proposal_methods"
+        methods = _at(self.config, *where.split("."))
+        if not isinstance(methods, list) or not methods or not isinstance(methods[0], dict):
+            self.error(f"{where} is missing; vLLM reads its first entry")
+            return 0
+        if len(methods) > 1:
+            self.warning(f"{where} has {len(methods)} entries; vLLM reads the first")
+        return self._number(methods[0], "speculative_tokens", f"{where}[0].speculative_tokens")
+
+    def _verifier(self) -> tuple[str, tuple[str, ...]]:
+        entry = _at(self.config, "speculators_config", "verifier")
+        name = entry.get("name_or_path") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name:
+            self.error("speculators_config.verifier.name_or_path is missing: `vllm serve CHECKPOINT` loads it")
+            return "", ()
+        return name, tuple(str(part) for part in entry.get("architectures") or [])
+
+    def _layer_ids(self) -> tuple[int, ...]:
+        key = "eagle_aux_hidden_state_layer_ids"
+        ids = self.config.get(key)
+        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+            self.error(f"{key} is missing: vLLM would feed the drafter the layers that it guesses (2, n / 2, n - 3)")
+            return ()
+        if ids != sorted(set(ids)) or ids[0] < 0:
+            self.error(f"{key} is {ids}; vLLM lays states out in ascending order: sort, no doubles")
+        return tuple(ids)
+
+    def _num_aux(self, layer_type: str, ids: tuple[int, ...]) -> int:
+        """How many layers vLLM would make `fc` for. Llama drafters do not count the list of ids at the top."""
+        counted = self.layers.get("num_aux_hidden_states")
+        if layer_type == "qwen3" and self.layers.get("num_aux_layers") is not None:
+            counted = self.layers["num_aux_layers"]
+        if counted is None:
+            nested = (self.layers.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+            counted = len(ids) if layer_type == "qwen3" and ids else len(nested) if nested else _DEFAULT_NUM_AUX
+            if ids and counted != len(ids):
+                self.error(
+                    f"{_LAYERS}.num_aux_hidden_states is missing: vLLM builds this drafter's input layer for {counted} "
+                    f"verifier layers, it has {len(ids)}"
+                )
+        elif ids and counted != len(ids):
+            self.error(f"{_LAYERS}.num_aux_hidden_states is {counted}, but {len(ids)} layer ids are given")
+        return int(counted)
+
+    def _mask_token(self, vocab_size: int) -> int | None:
+        if self.kind != "peagle":
+            return None
+        token = self.config.get("mask_token_id")
+        if not isinstance(token, int) or isinstance(token, bool):
+            self.error(f"mask_token_id is {token!r}; a P-EAGLE drafter needs the token of its mask slots")
+            return None
+        if not 0 <= token < (vocab_size or token + 1):
+            self.error(f"mask_token_id {token} has no row among {vocab_size} embeddings")
+        return token
+
+    def _flags(self) -> None:
+        if not isinstance(self.config.get("norm_before_residual"), bool):
+            default = str(self.kind == "eagle3").lower()
+            self.error(f"norm_before_residual is not written; vLLM takes {default} for {self.kind or 'this kind'}")
+        for name in ("norm_before_fc", "fc_norm", "norm_output"):
+            if name in self.config and not isinstance(self.config[name], bool):
+                self.error(f"{name} is {self.config[name]!r}; expected true or false")
+
+    def _ignored(self) -> None:
+        """What vLLM would not read."""
+        if self.kind == "peagle":
+            for name in ("fc_norm", "norm_output"):
+                if self.config.get(name) is True:
+                    self.error(
+                        f"{name} is set, but vLLM does not read it for peagle: what was trained would have no effect"
+                    )
+                if self.layers.get(name) is True:
+                    self.error(f"{_LAYERS}.{name} is set; our P-EAGLE drafters have no such norm")
+        if self.config.get("tie_word_embeddings") or self.layers.get("tie_word_embeddings"):
+            self.warning("tie_word_embeddings is true; vLLM reads the head from the checkpoint all the same")
+        if self.config.get("quantization_config") or self.layers.get("quantization_config"):
+            self.warning("has a quantization_config; peagle neither makes nor checks quantized drafters")
+        if not self.config.get("speculators_version"):
+            self.warning("speculators_version is missing; Speculators itself will not load this checkpoint")
 
 
 def _at(holder: Any, *keys: str) -> Any:

@@ -1,4 +1,7 @@
-"""A checkpoint's files as they lie on the disk: JSON and safetensors headers, nothing interpreted."""
+"""A checkpoint's files as they are on the disk, nothing interpreted, and what checks find in them.
+
+An error keeps a checkpoint from being served as it was trained; a warning should be looked at.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,64 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 CONFIG = "config.json"
+
+
+Level = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about a checkpoint."""
+
+    level: Level
+    where: str
+    """File and field or tensor: "config.json: mask_token_id"."""
+    message: str
+    """What was found against what was expected, and what to do."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+@dataclass
+class Findings:
+    """Findings in the order in which they came."""
+
+    found: list[Finding] = field(default_factory=list)
+
+    def error(self, where: str, message: str) -> None:
+        """Add an error."""
+        self.found.append(Finding("error", where, message))
+
+    def warning(self, where: str, message: str) -> None:
+        """Add a warning."""
+        self.found.append(Finding("warning", where, message))
+
+    def note(self, where: str, message: str) -> None:
+        """Add something worth knowing."""
+        self.found.append(Finding("note", where, message))
+
+    def of(self, level: Level) -> list[Finding]:
+        """Those of one level."""
+        return [finding for finding in self.found if finding.level == level]
+
+    @property
+    def is_servable(self) -> bool:
+        """Whether there is no error."""
+        return not self.of("error")
+
+    def to_json(self, checkpoint: str) -> dict[str, Any]:
+        """As printed by `peagle check --json`."""
+        return {
+            "checkpoint": checkpoint,
+            "servable": self.is_servable,
+            "findings": [asdict(finding) for finding in self.found],
+        }
 
 
 @dataclass(frozen=True)
@@ -45,6 +102,11 @@ class RawCheckpoint:
         info = self.tensors[name]
         with safe_open(info.file, "pt") as handle:
             return handle.get_tensor(info.name)
+
+    def draft_ids(self) -> Tensor:
+        """Verifier ids of the draft vocabulary, as vLLM reads `d2t`: verifier id = draft id + d2t[draft id]."""
+        offsets = self.read("d2t").long()
+        return offsets + torch.arange(len(offsets))
 
     def chunks(self, name: str, rows: int) -> Iterator[Tensor]:
         """A tensor's values, some rows at a time: embeddings do not fit into memory twice."""
@@ -81,11 +143,8 @@ def read_checkpoint(folder: Path, findings: Findings) -> RawCheckpoint:
         for info in infos:
             name = _served_name(info.name)
             if name in tensors:
-                first = tensors[name].file.name
-                findings.error(
-                    file.name,
-                    f"{info.name} is in {first} too; vLLM loads every .safetensors file at the root, the last one wins",
-                )
+                twice = f"{info.name} is in {tensors[name].file.name} too"
+                findings.error(file.name, f"{twice}; vLLM loads every .safetensors file at the root, the last one wins")
             tensors[name] = info
     _check_index(folder, tensors, findings)
     return RawCheckpoint(folder, config, tensors)
@@ -128,66 +187,10 @@ def _check_index(folder: Path, tensors: dict[str, TensorInfo], findings: Finding
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         missing = sorted({str(file) for file in listed.values() if not (folder / str(file)).exists()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        findings.error(path.name, "is no index of tensors")
+        findings.error(path.name, "is not an index of tensors")
         return
     for file in missing:
         findings.error(path.name, f"names {file}, which is not there; the download or the save is incomplete")
     absent = sorted(set(map(_served_name, listed)) - set(tensors))
     if absent and not missing:
         findings.error(path.name, f"lists {absent[0]} ({len(absent)} tensors), which no file holds")
-
-
-# ---- What a check found: an error keeps a checkpoint from being served as trained, a warning should be looked at.
-
-
-Level = Literal["error", "warning", "note"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing about a checkpoint."""
-
-    level: Level
-    where: str
-    """File and field or tensor: "config.json: mask_token_id"."""
-    message: str
-    """What was found against what was expected, and what to do."""
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.message}"
-
-
-@dataclass
-class Findings:
-    """Findings in the order in which they came."""
-
-    found: list[Finding] = field(default_factory=list)
-
-    def error(self, where: str, message: str) -> None:
-        """Add an error."""
-        self.found.append(Finding("error", where, message))
-
-    def warning(self, where: str, message: str) -> None:
-        """Add a warning."""
-        self.found.append(Finding("warning", where, message))
-
-    def note(self, where: str, message: str) -> None:
-        """Add a fact worth knowing."""
-        self.found.append(Finding("note", where, message))
-
-    def of(self, level: Level) -> list[Finding]:
-        """Those of one level."""
-        return [finding for finding in self.found if finding.level == level]
-
-    @property
-    def is_servable(self) -> bool:
-        """Whether there is no error."""
-        return not self.of("error")
-
-    def to_json(self, checkpoint: str) -> dict[str, Any]:
-        """As printed by `peagle check --json`."""
-        return {
-            "checkpoint": checkpoint,
-            "servable": self.is_servable,
-            "findings": [asdict(finding) for finding in self.found],
-        }

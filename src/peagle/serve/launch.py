@@ -9,7 +9,7 @@ from pathlib import Path
 from peagle.drafter.checkpoint import find
 from peagle.errors import CheckpointError, ConfigError
 from peagle.serve.check import check_checkpoint
-from peagle.serve.config import ServeConfig
+from peagle.serve.config import CheckConfig, ServeConfig
 from peagle.serve.config_rules import ServedShape, check_config
 from peagle.serve.files import Findings, read_checkpoint
 from peagle.verifier.model_config import load_verifier_config
@@ -34,8 +34,13 @@ def serve(config: ServeConfig) -> int:
     trust = option(config.extra_args, "--trust-remote-code") is not None
     length = option(config.extra_args, "--max-model-len")
     if not config.skip_check:
-        max_len = int(length) if length and length.isdigit() else None
-        findings = check_checkpoint(folder, config.verifier_name_or_path, True, max_len, engine, trust)
+        checked = {
+            "checkpoint": str(folder),
+            "verifier_name_or_path": config.verifier_name_or_path,
+            "max_model_len": int(length) if length and length.isdigit() else None,
+            "trust_remote_code": trust,
+        }
+        findings = check_checkpoint(CheckConfig.build(checked), engine)
         for finding in findings.of("warning"):
             logger.warning("%s", finding)
         faults = findings.of("error")

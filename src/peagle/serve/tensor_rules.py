@@ -52,6 +52,7 @@ def expected_shapes(shape: ServedShape) -> dict[str, tuple[int, ...]]:
 
 def check_tensors(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
     """Compare the files with what the config makes vLLM expect, then look at the values."""
+    # 1. Names and shapes.
     expected = expected_shapes(shape)
     pruned = shape.draft_vocab_size != shape.vocab_size
     optional = {
@@ -77,14 +78,13 @@ def check_tensors(raw: RawCheckpoint, shape: ServedShape, findings: Findings) ->
     if "embed_tokens.weight" not in raw.tensors:
         findings.note("embed_tokens.weight", "absent: vLLM shares the verifier's embedding")
         if shape.kind == "peagle":
-            findings.warning(
-                "embed_tokens.weight", "absent: P-EAGLE trains its embedding, and the mask token's row with it"
-            )
+            text = "absent: P-EAGLE trains its embedding, and the mask token's row with it"
+            findings.warning("embed_tokens.weight", text)
     known = {*expected, *optional, *_NOT_LOADED, "mask_hidden"}
     for name in sorted(set(raw.tensors) - known):
-        findings.error(
-            name, f"unknown tensor in {raw.tensors[name].file.name}: vLLM stops at names that it has no place for"
-        )
+        file = raw.tensors[name].file.name
+        findings.error(name, f"unknown tensor in {file}: vLLM stops at names that it has no place for")
+    # 2. What they hold.
     _check_dtypes(raw, shape, findings)
     _check_values(raw, findings)
     check_vocabulary(raw, shape, findings)
@@ -114,23 +114,23 @@ def _check_mask_hidden(raw: RawCheckpoint, shape: ServedShape, findings: Finding
 
 
 def _check_dtypes(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
-    kinds: Counter[str] = Counter()
+    types: Counter[str] = Counter()
     for name, info in raw.tensors.items():
         if name in ("d2t", "t2d"):
             continue
         if not info.is_float:
             findings.error(name, f"is {info.dtype}; drafter weights are float32, float16 or bfloat16")
         else:
-            kinds[_DTYPE_NAMES[info.dtype]] += 1
-    if len(kinds) > 1:
-        common, _ = kinds.most_common(1)[0]
+            types[_DTYPE_NAMES[info.dtype]] += 1
+    if len(types) > 1:
+        common, _ = types.most_common(1)[0]
         odd = sorted(n for n, i in raw.tensors.items() if i.is_float and _DTYPE_NAMES[i.dtype] != common)
-        findings.error(odd[0], f"tensors are of several dtypes ({', '.join(sorted(kinds))}); write all in one")
-    elif kinds:
-        (only,) = kinds
+        findings.error(odd[0], f"tensors are of several dtypes ({', '.join(sorted(types))}); write all in one")
+    elif types:
+        (only,) = types
         if shape.dtype is None:
             findings.error("config.json", f"dtype is missing; the tensors are {only}")
-        elif str(shape.dtype).removeprefix("torch.") != only:
+        elif shape.dtype != only:
             findings.error("config.json", f"dtype is {shape.dtype}, the tensors are {only}")
 
 
@@ -154,23 +154,19 @@ def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings)
     pruned = shape.draft_vocab_size != shape.vocab_size
     if "d2t" not in raw.tensors:
         if pruned:
-            findings.error(
-                "d2t",
-                f"missing: the draft vocabulary has {shape.draft_vocab_size} of {shape.vocab_size} tokens, and vLLM "
-                "would take draft ids for verifier ids without a word",
-            )
+            some = f"{shape.draft_vocab_size} of {shape.vocab_size} tokens"
+            text = f"missing: the draft vocabulary has {some}, and vLLM would take draft ids for verifier ids"
+            findings.error("d2t", f"{text} without a word")
         return
     info = raw.tensors["d2t"]
     if info.dtype not in ("I64", "I32") or info.shape != (shape.draft_vocab_size,):
         findings.error("d2t", f"is {info.dtype} {list(info.shape)}, expected int64 [{shape.draft_vocab_size}]")
         return
-    ids = raw.read("d2t").long() + torch.arange(shape.draft_vocab_size)
+    ids = raw.draft_ids()
     if int(ids.min()) < 0 or int(ids.max()) >= shape.vocab_size:
         bad = int(((ids < 0) | (ids >= shape.vocab_size)).nonzero()[0])
-        findings.error(
-            "d2t",
-            f"draft id {bad} maps to {int(ids[bad])}, outside 0..{shape.vocab_size - 1}; d2t holds offsets, not ids",
-        )
+        outside = f"draft id {bad} maps to {int(ids[bad])}, outside 0..{shape.vocab_size - 1}"
+        findings.error("d2t", f"{outside}; d2t holds offsets, not ids")
         return
     if len(ids.unique()) != len(ids):
         findings.error("d2t", f"{len(ids) - len(ids.unique())} draft ids map to a token that another one maps to")
@@ -179,7 +175,7 @@ def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings)
     if "t2d" in raw.tensors:
         table = raw.read("t2d")
         if table.shape != (shape.vocab_size,):
-            return  # said already
+            return  # reported already
         chosen = table.bool().nonzero()[:, 0]
         if not torch.equal(chosen, ids.sort().values):
             findings.error("t2d", "names other tokens than d2t, which holds offsets: verifier id = draft id + d2t")

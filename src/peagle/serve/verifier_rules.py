@@ -7,7 +7,7 @@ from safetensors import SafetensorError
 
 from peagle.errors import ConfigError, VerifierError
 from peagle.serve.config_rules import ServedShape
-from peagle.serve.files import Findings, RawCheckpoint
+from peagle.serve.files import CONFIG, Findings, RawCheckpoint
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.weights import load_embedding
 from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, needs_detour
@@ -23,90 +23,76 @@ _UNRELATED_COSINE = 0.1
 def check_verifier(
     shape: ServedShape, name_or_path: str, trust_remote_code: bool, findings: Findings
 ) -> VerifierConfig | None:
-    """Reach the verifier and compare its configuration; returns its verifier_config if it can be reached."""
+    """Compare a drafter with its verifier's configuration; returns that, or None if it is out of reach."""
     try:
-        verifier_config = load_verifier_config(name_or_path, trust_remote_code)
+        verifier = load_verifier_config(name_or_path, trust_remote_code)
     except VerifierError as error:
-        findings.error(
-            "verifier", f"cannot be reached: {error}. Name it with --verifier-name-or-path, or correct config.json"
-        )
+        advice = f"name it with --verifier-name-or-path, or correct {CONFIG}"
+        findings.error("verifier", f"cannot be reached ({error}); {advice}")
         return None
     if name_or_path != shape.verifier:
         findings.warning(
             "verifier", f"checked against {name_or_path}; config.json names {shape.verifier}, which vLLM would load"
         )
-    if shape.verifier_architectures and tuple(verifier_config.architectures) != shape.verifier_architectures:
+    if shape.verifier_architectures and tuple(verifier.architectures) != shape.verifier_architectures:
         findings.error(
             "verifier",
-            f"is a {', '.join(verifier_config.architectures)}; the drafter was made for a "
+            f"is a {', '.join(verifier.architectures)}; the drafter was made for a "
             f"{', '.join(shape.verifier_architectures)}",
         )
     for mine, its, what in (
-        (shape.target_hidden_size, verifier_config.hidden_size, "target_hidden_size"),
-        (shape.vocab_size, verifier_config.vocab_size, "vocab_size"),
-        (shape.hidden_size, verifier_config.hidden_size, "hidden_size"),
+        (shape.target_hidden_size, verifier.hidden_size, "target_hidden_size"),
+        (shape.vocab_size, verifier.vocab_size, "vocab_size"),
+        (shape.hidden_size, verifier.hidden_size, "hidden_size"),
     ):
         if mine != its:
-            findings.error("config.json", f"{what} is {mine}, the verifier's {what.removeprefix('target_')} is {its}")
-    beyond = [i for i in shape.aux_layer_ids if i > verifier_config.num_layers]
+            findings.error(CONFIG, f"{what} is {mine}, the verifier's {what.removeprefix('target_')} is {its}")
+    beyond = [i for i in shape.aux_layer_ids if i > verifier.num_layers]
     if beyond:
-        findings.error(
-            "config.json",
-            f"layer id {beyond[0]} does not exist in the verifier, which has {verifier_config.num_layers} layers",
-        )
-    if shape.mask_token_id is not None and shape.mask_token_id in verifier_config.eos_token_ids:
-        findings.warning("config.json", f"mask_token_id {shape.mask_token_id} is the verifier's end token")
-    if shape.dtype and str(shape.dtype).removeprefix("torch.") != verifier_config.dtype:
-        findings.warning(
-            "config.json",
-            f"dtype is {shape.dtype}, the verifier's {verifier_config.dtype}; vLLM converts the drafter to its own",
-        )
-    return verifier_config
+        text = f"layer id {beyond[0]} does not exist in the verifier, which has {verifier.num_layers} layers"
+        findings.error(CONFIG, text)
+    if shape.mask_token_id is not None and shape.mask_token_id in verifier.eos_token_ids:
+        findings.warning(CONFIG, f"mask_token_id {shape.mask_token_id} is the verifier's end token")
+    if shape.dtype and shape.dtype != verifier.dtype:
+        text = f"dtype is {shape.dtype}, the verifier's {verifier.dtype}; vLLM converts the drafter to its own"
+        findings.warning(CONFIG, text)
+    return verifier
 
 
-def check_length(
-    shape: ServedShape, verifier_config: VerifierConfig, max_model_len: int | None, findings: Findings
-) -> None:
+def check_length(shape: ServedShape, verifier: VerifierConfig, max_model_len: int | None, findings: Findings) -> None:
     """Compare the drafter's rotary table with the length that the server would serve."""
-    length = max_model_len or verifier_config.max_position_embeddings
+    length = max_model_len or verifier.max_position_embeddings
     if shape.max_position_embeddings < length:
         findings.warning(
-            "config.json",
+            CONFIG,
             f"max_position_embeddings is {shape.max_position_embeddings}, the server's length {length}: vLLM lengthens "
             f"the rotary table, but the drafter was not trained past its own; write {length}, or serve with "
             f"--max-model-len {shape.max_position_embeddings}",
         )
 
 
-def check_end_tokens(
-    raw: RawCheckpoint, shape: ServedShape, verifier_config: VerifierConfig, findings: Findings
-) -> None:
+def check_end_tokens(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierConfig, findings: Findings) -> None:
     """A pruned vocabulary should keep the tokens that end an answer."""
     if "d2t" not in raw.tensors or raw.tensors["d2t"].shape != (shape.draft_vocab_size,):
         return
-    ids = set((raw.read("d2t").long() + torch.arange(shape.draft_vocab_size)).tolist())
-    lost = [i for i in verifier_config.eos_token_ids if i not in ids]
-    if lost and len(lost) == len(verifier_config.eos_token_ids):
+    ids = set(raw.draft_ids().tolist())
+    lost = [i for i in verifier.eos_token_ids if i not in ids]
+    if lost and len(lost) == len(verifier.eos_token_ids):
         findings.warning("d2t", f"no end token ({lost}) is in the draft vocabulary: ends are never drafted")
 
 
-def check_embedding(
-    raw: RawCheckpoint, shape: ServedShape, verifier_config: VerifierConfig, findings: Findings
-) -> None:
+def check_embedding(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierConfig, findings: Findings) -> None:
     """A trained embedding stays close to the verifier's; one that has nothing to do with it was never copied."""
     name = "embed_tokens.weight"
-    if name not in raw.tensors or raw.tensors[name].shape != (verifier_config.vocab_size, verifier_config.hidden_size):
+    if name not in raw.tensors or raw.tensors[name].shape != (verifier.vocab_size, verifier.hidden_size):
         return
     try:
-        theirs = load_embedding(verifier_config)
+        theirs = load_embedding(verifier)
     except (VerifierError, SafetensorError, OSError) as error:
         findings.note("verifier", f"its embedding was not compared: {error}")
         return
-    rows = (
-        torch.linspace(0, verifier_config.vocab_size - 1, min(_SAMPLED_ROWS, verifier_config.vocab_size))
-        .long()
-        .unique()
-    )
+    num_rows = min(_SAMPLED_ROWS, verifier.vocab_size)
+    rows = torch.linspace(0, verifier.vocab_size - 1, num_rows).long().unique()
     ours = raw.read(name)[rows].float()
     theirs = theirs[rows].float()
     if torch.equal(ours.to(torch.bfloat16), theirs.to(torch.bfloat16)):
@@ -138,10 +124,8 @@ def check_engine(shape: ServedShape, architectures: tuple[str, ...], engine: Eng
         )
     needed = MIN_VERSION if shape.kind == "peagle" else MIN_EAGLE3
     if engine.release < needed:
-        findings.error(
-            "vLLM",
-            f"{engine.version} does not know {shape.kind} checkpoints; they need {needed[0]}.{needed[1]} or newer",
-        )
+        least = f"{needed[0]}.{needed[1]} or newer"
+        findings.error("vLLM", f"{engine.version} does not know {shape.kind} checkpoints; they need {least}")
     elif engine.release < MIN_VERSION and (shape.norm_before_fc or shape.fc_norm):
         name = "norm_before_fc" if shape.norm_before_fc else "fc_norm"
         findings.warning(
