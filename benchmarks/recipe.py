@@ -479,7 +479,7 @@ class Bench:
 
     def scores(self, drafter: Any) -> dict[str, Any]:
         """Acceptance lengths of replay on both sets of answers, and the share of passes that accept each depth."""
-        from peagle.engine.acceptance import Sampling
+        from peagle.engine import Sampling
         from peagle.evaluate.counts import pool
         from peagle.evaluate.replay import replay, total
 

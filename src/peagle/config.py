@@ -44,15 +44,20 @@ LAST_PANELS = ("Sampling", "Served verifier")
 """Headings that come after a stage's own settings, though these classes come first."""
 
 
-class SamplingSettings(StageConfig):
-    """How answers are sampled."""
+class Sampling(StageConfig):
+    """How tokens are chosen."""
 
-    temperature: float = Field(0.0, ge=0, json_schema_extra=_SAMPLING)
+    temperature: float = Field(default=0.0, ge=0, json_schema_extra=_SAMPLING)
     """0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=_SAMPLING)
+    top_p: float = Field(default=1.0, gt=0, le=1, json_schema_extra=_SAMPLING)
     """Sample from the most probable tokens that together reach this."""
-    seed: int = Field(0, ge=0, json_schema_extra=_SAMPLING)
+    seed: int = Field(default=0, ge=0, json_schema_extra=_SAMPLING)
     """Seed of the sampling; each row draws from its own generator, whatever the batches are."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, always."""
+        return self.temperature == 0
 
 
 class ServerSettings(StageConfig):

@@ -68,8 +68,8 @@ class Oracle(Drafting):
     rng: ClassVar[random.Random] = random.Random(0)
     real: ClassVar[list[tuple[tuple[int, ...], list[int]]]] = []
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.known: dict[int, list[int]] = {}
 
     def propose(self, first_row, pair_ids, aux_states, starts, counts, uniforms):

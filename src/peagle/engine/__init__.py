@@ -4,7 +4,8 @@ In: a model, a drafter (or none), prompts. Out: answers with a record of every v
 verifier's own, sampled ones have its distribution; counts are made before an end or a limit cuts them.
 """
 
-from peagle.engine.acceptance import Sampling, accept, probabilities
+from peagle.config import Sampling
+from peagle.engine.acceptance import accept, probabilities
 from peagle.engine.engine import Engine
 from peagle.engine.records import Answer, Laps, Pass, Request
 

@@ -1,4 +1,4 @@
-"""The acceptance rule of speculative sampling: one pure function, proved by enumeration in its test.
+"""The acceptance rule of speculative sampling, proved by enumeration in its test, and the distribution sampled from.
 
 Why it is lossless. Let q be the distribution a drafted token was drawn from and p the verifier's at that place. Token x
 leaves as itself with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)), and otherwise a token is drawn from
@@ -11,10 +11,7 @@ Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from torch import Tensor
-
-from peagle.config import StageConfig
 
 
 def accept(draft_ids: Tensor, draft_probs: Tensor, verifier_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,7 +26,8 @@ def accept(draft_ids: Tensor, draft_probs: Tensor, verifier_probs: Tensor, unifo
             [batch_size, num_speculative_tokens + 1].
 
     Returns:
-        (num_accepted, next_ids), int64, [batch_size] each: the accepted prefix, and the verifier's own token after it.
+        (num_accepted, next_ids), int64, [batch_size] each: length of the accepted prefix, and the verifier's own token
+        after it.
     """
     depth = draft_ids.shape[1]
     drawn = draft_ids[..., None]
@@ -65,28 +63,8 @@ def pick(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(ids < weights.shape[-1], ids, weights.argmax(-1))
 
 
-# ---- From logits to the distribution that is sampled: temperature, then top-p, as Transformers and vLLM define
-# them.
-
-
-class Sampling(StageConfig):
-    """How tokens are chosen."""
-
-    temperature: float = Field(default=0.0, ge=0)
-    """0 decodes greedily."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the most likely tokens that together reach this probability."""
-    seed: int = 0
-    """Seed of the random draws; each prompt has its own stream, so that batching does not change an answer."""
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, always."""
-        return self.temperature == 0
-
-
 def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """The distribution that is sampled from.
+    """The distribution that is sampled from: temperature, then top-p, as Transformers and vLLM define them.
 
     Args:
         logits: [..., vocab_size].

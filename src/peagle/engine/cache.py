@@ -1,7 +1,7 @@
-"""Where the tokens of one pass lie: rows of a batch, positions in each row; and the causal masks that follow from it.
+"""Keys and values of several rows, where the tokens of one pass lie in them, and the masks that follow from it.
 
-In both caches a token's slot is its position, so a row's rollback is nothing but a smaller length: what lies beyond is
-never seen (keys after a query's position are masked) and is overwritten by the next pass.
+In the caches of verifier and drafter a token's slot is its position, so a row's rollback is nothing but a smaller
+length: what lies beyond is never seen (keys after a query's position are masked) and is overwritten by the next pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Span:
     """`num_tokens` consecutive positions in each of `num_rows` neighbouring rows."""
 
@@ -28,7 +28,7 @@ class Span:
 
 
 class Ruler:
-    """Makes spans and masks from tensors laid out once: per pass, a view is cut and nothing is built.
+    """Makes spans and masks from tensors that are built once: a pass takes views of them.
 
     Args:
         capacity: positions per row.
@@ -48,13 +48,20 @@ class Ruler:
 
     def span(self, first_row: int, starts: list[int], num_tokens: int) -> Span:
         """The span of a pass over rows `first_row`, `first_row + 1`, .. that begin at `starts`."""
-        first, last = min(starts), max(starts)
-        if first == last:
-            positions = self._positions[first : first + num_tokens].expand(len(starts), num_tokens)
-            return Span(first_row, len(starts), num_tokens, first, positions, first + num_tokens)
-        offsets = torch.tensor(starts, device=self._positions.device)
-        positions = offsets[:, None] + self._positions[:num_tokens]
-        return Span(first_row, len(starts), num_tokens, None, positions, last + num_tokens)
+        start, last = min(starts), max(starts)
+        if start == last:
+            positions = self._positions[start : start + num_tokens].expand(len(starts), num_tokens)
+        else:
+            offsets = torch.tensor(starts, device=self._positions.device)
+            positions = offsets[:, None] + self._positions[:num_tokens]
+        return Span(
+            first_row=first_row,
+            num_rows=len(starts),
+            num_tokens=num_tokens,
+            start=start if start == last else None,
+            positions=positions,
+            end=last + num_tokens,
+        )
 
     def causal(self, span: Span) -> Tensor | None:
         """The additive mask of a pass: 0 where seen, -inf elsewhere, [num_rows or 1, 1, num_tokens, span.end].
@@ -85,11 +92,8 @@ class Ruler:
         return torch.zeros(shut.shape, dtype=self._dtype, device=shut.device).masked_fill_(shut, float("-inf"))
 
 
-# ---- Keys and values of several rows, preallocated, a token's slot being its position.
-
-
 class KeyValues:
-    """One cache. Layers are laid out at their first write, so that each may have its own heads and widths.
+    """One cache. A layer's memory is taken at its first write, so that each may have its own heads and widths.
 
     Args:
         num_rows: rows decoded side by side.
@@ -112,7 +116,7 @@ class KeyValues:
             All keys and values of the span's rows up to its end, views, [num_rows, num_kv_heads, span.end, head_dim].
         """
         if layer not in self._layers:
-            self._layers[layer] = (self._room(keys), self._room(values))
+            self._layers[layer] = (self._buffer(keys), self._buffer(values))
         all_keys, all_values = self._layers[layer]
         if self._num_rows != 1:
             all_keys = all_keys.narrow(0, span.first_row, span.num_rows)
@@ -132,6 +136,6 @@ class KeyValues:
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
 
-    def _room(self, like: Tensor) -> Tensor:
+    def _buffer(self, like: Tensor) -> Tensor:
         # Zeros, not empty: a masked key that is NaN would still poison the softmax.
         return like.new_zeros(self._num_rows, like.shape[1], self._capacity, like.shape[3])

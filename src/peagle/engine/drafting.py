@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.config import Sampling
 from peagle.drafter.network import Drafter, Layer
-from peagle.engine.acceptance import Sampling, pick, probabilities
+from peagle.engine.acceptance import pick, probabilities
 from peagle.engine.cache import KeyValues, Ruler, Span
+
+# attend(layer, q [num_rows, num_heads, num_tokens, head_dim], k and v [num_rows, num_kv_heads, num_tokens, head_dim])
+#   -> like q; q and k arrive rotated.
+AttendHeads = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,7 @@ class Drafting:
     """Drafts for rows of a batch, holding the drafter's cache.
 
     Args:
-        drafter: P-EAGLE or EAGLE-3; its config says which.
-        layers: the same drafter's layers for inference.
+        layers: the drafter for inference, P-EAGLE or EAGLE-3; its config says which.
         num_speculative_tokens: K.
         sampling: greedy takes the drafter's most likely tokens; else tokens are drawn from its distributions, under the
             same temperature and top-p as the verifier's.
@@ -45,7 +49,6 @@ class Drafting:
 
     def __init__(
         self,
-        drafter: Drafter,
         layers: FusedDrafter,
         num_speculative_tokens: int,
         sampling: Sampling,
@@ -53,25 +56,17 @@ class Drafting:
         num_rows: int,
         capacity: int,
     ) -> None:
-        self._drafter, self._depth, self._sampling, self._vocab_size = (
-            drafter,
-            num_speculative_tokens,
-            sampling,
-            vocab_size,
-        )
-        weight = drafter.fc.weight
+        self._layers, self._drafter, self._depth = layers, layers.drafter, num_speculative_tokens
+        self._sampling, self._vocab_size = sampling, vocab_size
+        weight = self._drafter.fc.weight
         self._device = weight.device
-        self._layers = layers
         layers.reserve(capacity + 2 * num_speculative_tokens)
         self._cache = KeyValues(num_rows, capacity)
         self._ruler = Ruler(capacity, 2 * num_speculative_tokens + 1, weight.dtype, weight.device)
-        self._span: Span | None = None
-        self._mask: Tensor | None = None
-        self._is_parallel = drafter.config.speculators_model_type == "peagle"
-        self._shares_heads = drafter.config.num_attention_heads != drafter.config.num_key_value_heads
+        self._is_parallel = self._drafter.config.speculators_model_type == "peagle"
         if self._is_parallel:
-            self._masks = drafter.embed_masks(num_speculative_tokens - 1)
-        self._verifier_ids = drafter.draft_ids
+            self._masks = self._drafter.embed_masks(num_speculative_tokens - 1)
+        self._verifier_ids = self._drafter.draft_ids
 
     def propose(
         self,
@@ -95,8 +90,12 @@ class Drafting:
         embeds, hidden = self._drafter.embed_pairs(pair_ids, aux_states)
         if self._is_parallel:
             return self._draw(self._parallel(first_row, embeds, hidden, starts, counts), uniforms)
+        # EAGLE-3: the state at each row's last new pair, then one slot per token drafted
         drawn = []
-        carried = self._last(self._pass(first_row, embeds, hidden, starts), counts)
+        carried = self._pass(first_row, embeds, hidden, starts)  # [rows, max(counts), hidden]
+        if min(counts) < carried.shape[1]:
+            carried = self._from_each(carried, torch.tensor(counts, device=self._device)[:, None] - 1)
+        carried = carried[:, -1:]  # [rows, 1, hidden]
         after = [start + count for start, count in zip(starts, counts)]
         for k in range(self._depth):
             drawn.append(self._draw(carried, None if uniforms is None else uniforms[:, k : k + 1]))
@@ -122,32 +121,30 @@ class Drafting:
             return self._pass(first_row, embeds, hidden, starts)[:, longest - 1 :]
         # Ragged: a row's mask slots follow its own last pair. Slots past them see garbage and are seen by nobody.
         slots = torch.arange(longest + extra, device=self._device)
-        past = slots - torch.tensor(counts, device=self._device)[:, None]
+        num_pairs = torch.tensor(counts, device=self._device)[:, None]
+        past = slots - num_pairs
         source = torch.where(past < 0, slots, longest + past.clamp(max=extra - 1) if extra else slots)
-        take = source[..., None].expand(-1, -1, embeds.shape[-1])
-        found = self._pass(first_row, embeds.gather(1, take), hidden.gather(1, take), starts)
-        at = torch.tensor(counts, device=self._device)[:, None] - 1 + slots[: self._depth]
-        return found.gather(1, at[..., None].expand(-1, -1, found.shape[-1]))
+        embeds, hidden = self._from_each(embeds, source), self._from_each(hidden, source)
+        states = self._pass(first_row, embeds, hidden, starts)
+        return self._from_each(states, num_pairs - 1 + slots[: self._depth])
 
-    def _last(self, states: Tensor, counts: list[int]) -> Tensor:
-        """Each row's state at its last new pair, [rows, 1, hidden]."""
-        if min(counts) == states.shape[1]:
-            return states[:, -1:]
-        at = torch.tensor(counts, device=self._device)[:, None, None] - 1
-        return states.gather(1, at.expand(-1, -1, states.shape[-1]))
+    @staticmethod
+    def _from_each(states: Tensor, at: Tensor) -> Tensor:
+        """Slots of each row: [rows, slots, hidden] at [rows, count] -> [rows, count, hidden]."""
+        return states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
 
     def _pass(self, first_row: int, embeds: Tensor, hidden: Tensor, starts: list[int]) -> Tensor:
-        self._span = self._ruler.span(first_row, starts, embeds.shape[1])
-        self._mask = self._ruler.causal(self._span)
-        return self._layers.run(embeds, hidden, self._span, self._attend)
+        span = self._ruler.span(first_row, starts, embeds.shape[1])
+        mask = self._ruler.causal(span)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert self._span is not None
-        keys, values = self._cache.write(layer, k, v, self._span)
-        is_square = self._mask is None and self._span.num_tokens > 1
-        return F.scaled_dot_product_attention(
-            q, keys, values, self._mask, is_causal=is_square, enable_gqa=self._shares_heads
-        )
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._cache.write(layer, k, v, span)
+            is_square = mask is None and span.num_tokens > 1
+            return F.scaled_dot_product_attention(
+                q, keys, values, mask, is_causal=is_square, enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+        return self._layers.run(embeds, hidden, span, attend)
 
     def _draw(self, carried: Tensor, uniforms: Tensor | None) -> Draft:
         """Tokens from states before the final norm, [rows, num_drawn, hidden]."""
@@ -162,15 +159,7 @@ class Drafting:
         return Draft(ids, probs)
 
 
-# ---- The drafter's layers laid out for decoding: `Drafter.carried_pass` with fewer, larger operations.
-
-
-# attend(layer, q [num_rows, num_heads, num_tokens, head_dim], k and v [num_rows, num_kv_heads, num_tokens, head_dim])
-#   -> like q; q and k arrive rotated.
-AttendHeads = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Layer:
     input_norm: Tensor
     hidden_norm: Tensor | None
@@ -190,7 +179,7 @@ class _Layer:
 
 
 class FusedDrafter:
-    """A drafter's layers for inference.
+    """A drafter's layers for decoding: `Drafter.carried_pass` with fewer, larger operations.
 
     Args:
         drafter: the network; later changes of its weights are not seen.
@@ -203,15 +192,15 @@ class FusedDrafter:
         self._head_dim, self._is_residual_normed = config.head_dim, config.norm_before_residual
         self._layers = [_fuse(cast(Layer, layer), self._heads, self._kv_heads) for layer in drafter.layers]
         self._norm, self._head = drafter.norm.weight.detach(), drafter.lm_head.weight.detach()
-        self._drafter = drafter
+        self.drafter = drafter
         self._cos = self._sin = drafter.fc.weight.new_empty(0)
 
     def reserve(self, capacity: int) -> None:
         """Compute rotary tables for so many positions, unless they are there."""
         if len(self._cos) >= capacity:
             return
-        weight, half = self._drafter.fc.weight, self._head_dim // 2
-        self._cos, sin = self._drafter.rotary(torch.arange(capacity, device=weight.device), weight.dtype)
+        weight, half = self.drafter.fc.weight, self._head_dim // 2
+        self._cos, sin = self.drafter.rotary(torch.arange(capacity, device=weight.device), weight.dtype)
         # rotate(x) = x * cos + [-x_2, x_1] * sin = x * cos + roll(x) * [-sin_1, sin_2]
         self._sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
 

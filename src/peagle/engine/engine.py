@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from peagle.config import Sampling
 from peagle.drafter.network import Drafter
-from peagle.engine.acceptance import Sampling, accept, pick, probabilities
+from peagle.engine.acceptance import accept, pick, probabilities
 from peagle.engine.drafting import Drafting, FusedDrafter
 from peagle.engine.records import Answer, Laps, Pass, Request
 from peagle.engine.verifier_pass import VerifierPass
@@ -126,7 +127,14 @@ class _Run:
         self.drafting = (
             None
             if drafter is None or engine._layers is None
-            else Drafting(drafter, engine._layers, self.depth, self.sampling, engine._vocab_size, num_rows, capacity)
+            else Drafting(
+                layers=engine._layers,
+                num_speculative_tokens=self.depth,
+                sampling=self.sampling,
+                vocab_size=engine._vocab_size,
+                num_rows=num_rows,
+                capacity=capacity,
+            )
         )
         self.num_rows = num_rows
         self.waiting = deque(enumerate(requests))

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from peagle.config import SERVER, SamplingSettings, ServerSettings
+from peagle.config import SERVER, Sampling, ServerSettings
 
 
-class EvaluateConfig(ServerSettings, SamplingSettings):
+class EvaluateConfig(ServerSettings, Sampling):
     """Measure a drafter: acceptance by position, speed beside plain decoding, and that answers are unchanged.
 
     Counts as vLLM does. With `--endpoint` the counters of a running vLLM are read instead of decoding here.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.drafter.network import Drafter
-from peagle.engine.acceptance import Sampling, probabilities
+from peagle.engine import Sampling, probabilities
 from peagle.evaluate.counts import Counts, DatasetCounts, context_bucket, pool
 from peagle.verifier.weights import VerifierHead
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from peagle.config import SERVER, SamplingSettings, ServerSettings
+from peagle.config import SERVER, Sampling, ServerSettings
 
 
-class RegenerateConfig(ServerSettings, SamplingSettings):
+class RegenerateConfig(ServerSettings, Sampling):
     """Let the verifier answer the prompts of any data set: a drafter learns to predict its own verifier.
 
     The output is ready for `peagle prepare --data`. Kill it at any time: the same command goes on where it stopped.

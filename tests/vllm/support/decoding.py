@@ -120,7 +120,7 @@ def our_passes(
 ) -> list[list[Any]]:
     """The verifier passes of our own engine, per prompt."""
     from peagle.drafter.checkpoint import load
-    from peagle.engine.acceptance import Sampling
+    from peagle.engine import Sampling
     from peagle.engine.engine import Engine, Request
 
     model = TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu").model

@@ -18,14 +18,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         {"layer_type": "llama", "attention_bias": True, "num_key_value_heads": 1},
         {"norm_before_residual": True, "num_key_value_heads": 4},
         {"num_layers": 1, "head_dim": 8},
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
+        {"rope_parameters": YARN},
     ],
 )
 @pytest.mark.parametrize("starts", [[0], [5], [5, 5], [2, 9, 4]])
