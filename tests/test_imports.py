@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "peagle"
 # In the order in which they may import: a package imports the core and those before it.
-PACKAGES = ["layout", "data", "verifier", "vllm", "hidden_states", "drafter", "convert", "train", "engine"]
+PACKAGES = ["data", "verifier", "vllm", "layout", "hidden_states", "kernels", "drafter", "convert", "train", "engine"]
 PACKAGES += ["regenerate", "evaluate", "report", "serve", "pipeline"]
 PACKAGES += ["api", "cli"]  # Python's way in, and the terminal's
-CORE = {"_version", "config", "errors", "files", "log", "processes", "kernels", "embedded"}
+CORE = {"_version", "config", "errors", "files", "log", "processes", "embedded"}
 
 
 def imports(path: Path) -> set[str]:
@@ -42,14 +43,21 @@ def test_each_package_imports_only_the_core_and_the_packages_before_it():
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_circle_between_files():
+    spec = importlib.util.spec_from_file_location("structure", SRC.parents[1] / "scripts" / "structure.py")
+    structure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(structure)
+    assert structure.circles() == []
+
+
 def test_every_package_has_its_place_in_the_order():
     folders = {path.name for path in SRC.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert folders <= set(PACKAGES) | CORE
 
 
-def test_vllm_is_imported_only_in_its_homes_and_there_inside_functions():
+def test_vllm_is_imported_only_in_its_packages_and_there_inside_functions():
     """The plugin is loaded by vLLM itself, so vLLM is there before it."""
-    homes = ("vllm/", "serve/")
+    packages = ("vllm/", "serve/")
     for path in sorted(SRC.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         relative = path.relative_to(SRC).as_posix()
@@ -58,7 +66,7 @@ def test_vllm_is_imported_only_in_its_homes_and_there_inside_functions():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             if not any(name.split(".")[0] == "vllm" for name in names):
                 continue
-            assert relative.startswith(homes), relative
+            assert relative.startswith(packages), relative
             assert "vllm/plugin" in relative or node not in tree.body, f"{relative} imports vllm at its top"
 
 

@@ -32,6 +32,7 @@ _REFUSALS = {
     errno.ESTALE: "the network disk lost it; run the same command again",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`), and run the same command again",
 }
+_FULL = "no space left on the disk; free some and run the same command again"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.\d+\.(?P<kind>tmp|old)")
 _UMASK = os.umask(0)
 os.umask(_UMASK)
@@ -53,17 +54,17 @@ def whole_file(path: Path) -> Iterator[Path]:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if is_disk_full(error):
-            raise DiskError(f"{path}: no space left on the disk; free some and run the same command again") from error
+            raise DiskError(f"{path}: {_FULL}") from error
         raise
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove what killed processes left of `whole_file` and `whole_folder` in `folder`; returns what is gone.
+    """Remove what killed processes left of `whole_file` and `whole_folder` in `folder`; returns the names removed.
 
-    What had been put aside for a successor that never came is put back. The caller knows that nobody else writes here
-    (holds a lock).
+    A folder that was put aside for a successor that never came is put back. The caller holds a lock, so that nobody
+    else writes here.
     """
-    gone = []
+    removed = []
     for place in sorted(folder.glob(".*")):
         named = _LEFTOVER.fullmatch(place.name)
         if named is None:
@@ -75,8 +76,8 @@ def sweep(folder: Path) -> list[str]:
             shutil.rmtree(place)
         else:
             place.unlink()
-        gone.append(place.name)
-    return gone
+        removed.append(place.name)
+    return removed
 
 
 @contextmanager
@@ -101,12 +102,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if old.exists() and not path.exists():
             os.replace(old, path)
         if is_disk_full(error):
-            raise DiskError(f"{path}: no space left on the disk; free some and run the same command again") from error
+            raise DiskError(f"{path}: {_FULL}") from error
         raise
 
 
 def _settle(file: Path) -> None:
-    """Flush a file to the disk, readable by whom new files are: safetensors makes its files private."""
+    """Flush a file to the disk, with the permissions of new files: safetensors makes its files private."""
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
     file.chmod(0o666 & ~_UMASK)
@@ -123,7 +124,7 @@ def os_error_line(error: OSError) -> str | None:
     """One line for what the file system refuses (full, read-only, no right, a file in the way); None for the rest."""
     where = f"{error.filename}: " if isinstance(error.filename, str) and error.filename else ""
     if is_disk_full(error):
-        return f"{where}no space left on the disk; free some and run the same command again"
+        return f"{where}{_FULL}"
     advice = _REFUSALS.get(error.errno or 0)
     if advice is None or not where:
         return None
@@ -154,7 +155,7 @@ def sha256_ids(ids: list[int]) -> str:
 
 
 def lock_file(path: Path, doing: str) -> BinaryIO:
-    """Hold `path` until the handle is closed or this process ends; its children do not hold it after it.
+    """Lock `path` until the handle is closed or this process ends; its children do not inherit the lock.
 
     Args:
         path: the lock; its folder is made.

@@ -133,7 +133,7 @@ def write_run(folder: Path, stage: str, config: Any, record: dict[str, Any]) -> 
         folder: where the stage wrote.
         stage: the subcommand's name.
         config: the stage's `StageConfig`.
-        record: JSON-able facts: seeds, input hashes, counts read/kept/dropped, seconds.
+        record: JSON-able values: seeds, input hashes, counts read/kept/dropped, seconds.
     """
     import yaml
 
