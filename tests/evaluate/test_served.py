@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from peagle.config import ServerSettings
 from peagle.errors import ConfigError, EndpointError
 from peagle.evaluate import served as served_module
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.results import Outcome, Served, lines
 from peagle.evaluate.served import LoadedServer, ServedDrafter, Streamed, under_load
 from peagle.verifier.source import GenerationSettings, Prompt
-from peagle.vllm.answers import AnswerEndpoints
-from peagle.vllm.client import RetryPolicy
 from tests.vllm.fake_vllm import FakeServer
 from tests.vllm.test_endpoint import verifier_config
 
@@ -67,7 +66,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting
 
 def drafter(server: FakeServer) -> ServedDrafter:
     return ServedDrafter(
-        verifier_config(), GREEDY, AnswerEndpoints((server.url,), None, None, 2, RetryPolicy(10.0, 1, 1.0))
+        verifier_config(),
+        GREEDY,
+        ServerSettings(endpoint=(server.url,), concurrency=2, max_retries=1, restart_wait_s=1.0),
     )
 
 
@@ -177,7 +178,7 @@ class Streamer:
 @pytest.fixture
 def streamers():
     fast, slow = Streamer(3, 0.05), Streamer(1, 0.15)  # far apart, for machines under load
-    clients = [LoadedServer(one.url, None, None, 30.0, 4) for one in (fast, slow)]
+    clients = [LoadedServer(one.url, ServerSettings(concurrency=4, request_timeout_s=30.0)) for one in (fast, slow)]
     yield fast, slow, *clients
     for one in (*clients, fast, slow):
         one.close()
@@ -219,7 +220,7 @@ def test_without_a_plain_server_there_are_no_plain_figures(streamers):
 
 def test_a_server_that_refuses_is_one_line():
     broken = Streamer(1, 0.0, status=500)
-    client = LoadedServer(broken.url, None, None, 5.0, 1)
+    client = LoadedServer(broken.url, ServerSettings(concurrency=1, request_timeout_s=5.0))
     with pytest.raises(EndpointError, match="status 500"):
         client.stream([1], SETTINGS)
     client.close()

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from peagle import log
+from peagle.config import ServerSettings
 from peagle.errors import EndpointError
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.counts import Counts, DatasetCounts, pool
@@ -22,8 +23,8 @@ from peagle.evaluate.prompts import DEFAULT_LIMIT, Read, by_source
 from peagle.evaluate.results import Outcome, Served
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer
-from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
-from peagle.vllm.client import Endpoint, RetryPolicy, normal_url
+from peagle.vllm.answers import EndpointAnswers
+from peagle.vllm.client import Endpoint, normal_url
 from peagle.vllm.counters import Reading, difference, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,13 @@ _SETTLE_PAUSE_S, _SETTLE_S = 0.2, 10.0
 
 
 def measure_served(
-    config: EvaluateConfig, verifier_config: VerifierConfig, eos_token_ids: tuple[int, ...], read: Read, depth: int
+    config: EvaluateConfig, verifier: VerifierConfig, eos_token_ids: tuple[int, ...], read: Read, depth: int
 ) -> Outcome:
     """Answer the prompts of each data set by a server and read its counters; then measure it under load, if asked to.
 
     Args:
         config: endpoints, sampling, limits.
-        verifier_config: the verifier.
+        verifier: what it verifies with.
         eos_token_ids: tokens that end an answer.
         read: the prompts; those that the server refuses are dropped.
         depth: drafted tokens per pass that are expected; the server's own number counts.
@@ -47,13 +48,11 @@ def measure_served(
     if config.num_speculative_tokens is not None:
         notes.append("--num-speculative-tokens is the server's to choose; the table shows what it drafted")
     # 1. acceptance, a data set at a time
-    policy = RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s)
-    endpoints = AnswerEndpoints(config.endpoint, config.api_key, config.served_model_name, config.concurrency, policy)
     limit = config.max_new_tokens or DEFAULT_LIMIT
     settings = GenerationSettings(
         max_new_tokens=limit, eos_ids=eos_token_ids, temperature=config.temperature, top_p=config.top_p, tail_tokens=0
     )
-    served = ServedDrafter(verifier_config, settings, endpoints)
+    served = ServedDrafter(verifier, settings, config)
     datasets, seconds, generated = {}, 0.0, 0
     try:
         for source, places in by_source(read.items).items():
@@ -65,8 +64,8 @@ def measure_served(
             datasets[source] = DatasetCounts(run.counts, {})
             seconds += run.seconds
             generated += run.counts.num_generated_tokens
-            for row_id, words in run.refused.items():
-                read.drop(items[int(row_id)].row_id, f"refused by the server: {words}")
+            for row_id, reason in run.refused.items():
+                read.drop(items[int(row_id)].row_id, f"refused by the server: {reason}")
     finally:
         served.close()
     depth = max((one.total.num_speculative_tokens for one in datasets.values()), default=depth)
@@ -90,13 +89,14 @@ def _loads(
         "stop_token_ids": list(eos_token_ids),
         "return_token_ids": True,
     }
-    with contextlib.ExitStack() as open_servers:
-        servers: list[LoadedServer] = []
-        for url in (config.endpoint[0], *((config.plain_endpoint,) if config.plain_endpoint else ())):
-            name = config.served_model_name if not servers else None
-            server = LoadedServer(url, config.api_key, name, config.request_timeout_s, max(config.concurrencies))
-            servers.append(open_servers.enter_context(contextlib.closing(server)))
-        return under_load(servers[0], servers[1] if len(servers) > 1 else None, prompts, settings, config.concurrencies)
+    most = config.model_copy(update={"concurrency": max(config.concurrencies)})
+    with contextlib.ExitStack() as servers:
+        server = servers.enter_context(contextlib.closing(LoadedServer(config.endpoint[0], most)))
+        plain = None
+        if config.plain_endpoint:
+            plain = LoadedServer(config.plain_endpoint, most.model_copy(update={"served_model_name": None}))
+            servers.enter_context(contextlib.closing(plain))
+        return under_load(server, plain, prompts, settings, config.concurrencies)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ServedRun:
     generations: dict[str, Generation]
     """By row id; without the prompts that the server refused."""
     refused: dict[str, str]
-    """Row id -> the server's words."""
+    """Row id -> what the server said."""
     seconds: float
     """From the first prompt to the last answer."""
 
@@ -117,20 +117,17 @@ class ServedDrafter:
     """Servers that run a verifier with a drafter.
 
     Args:
-        verifier_config: the verifier.
+        verifier: the verifier.
         generation: how answers are written; its tail must be 0, a tail would be counted.
-        endpoints: where, and how many prompts at once.
+        servers: where they are and how they are asked.
 
     Raises:
         EndpointError: see `EndpointAnswers`; or a server without speculative decoding.
     """
 
-    def __init__(
-        self, verifier_config: VerifierConfig, generation: GenerationSettings, endpoints: AnswerEndpoints
-    ) -> None:
-        if generation.tail_tokens:
-            raise ValueError("a tail would be counted")
-        self._source = EndpointAnswers(verifier_config, generation, endpoints)
+    def __init__(self, verifier: VerifierConfig, generation: GenerationSettings, servers: ServerSettings) -> None:
+        assert generation.tail_tokens == 0, "a tail would be counted"
+        self._source = EndpointAnswers(verifier, generation, servers, False)
         try:
             for endpoint in self._source.endpoints:
                 difference(Reading({}), _read(endpoint))
@@ -153,11 +150,11 @@ class ServedDrafter:
         started_s = time.monotonic()
         generations: dict[str, Generation] = {}
         refused: dict[str, str] = {}
-        for found in self._source.answers(prompts, {prompt.row_id for prompt in prompts}):
-            if isinstance(found, RowAnswer):
-                generations[found.row_id] = found.generation
+        for result in self._source.answers(prompts, {prompt.row_id for prompt in prompts}):
+            if isinstance(result, RowAnswer):
+                generations[result.row_id] = result.generation
             else:
-                refused[found.row_id] = found.detail
+                refused[result.row_id] = result.detail
         seconds = time.monotonic() - started_s
         after = [_settled(endpoint) for endpoint in self._source.endpoints]
         gains = [difference(b, a) for b, a in zip(before, after)]
@@ -237,25 +234,19 @@ class LoadedServer:
 
     Args:
         url: its address.
-        api_key: bearer token, or None.
-        name: the model's name in requests; None asks the server.
-        timeout_s: longest wait for one answer.
-        num_connections: most requests under way at once.
+        servers: key, time limit, most requests under way at once, and the model's name there.
 
     Raises:
         EndpointError: unreachable, or no model of that name.
     """
 
-    def __init__(self, url: str, api_key: str | None, name: str | None, timeout_s: float, num_connections: int) -> None:
+    def __init__(self, url: str, servers: ServerSettings) -> None:
         self.root_url = normal_url(url)
-        endpoint = Endpoint(url, api_key, RetryPolicy(timeout_s, 0, 0.0), 1)
-        try:
-            self._name = endpoint.model(name).name
-        finally:
-            endpoint.close()
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
-        self._http = httpx.Client(headers=headers, limits=limits, timeout=timeout_s, trust_env=False)
+        with contextlib.closing(Endpoint(url, servers)) as endpoint:
+            self._name = endpoint.model().name
+        headers = {"Authorization": f"Bearer {servers.api_key}"} if servers.api_key else {}
+        limits = httpx.Limits(max_connections=servers.concurrency, max_keepalive_connections=servers.concurrency)
+        self._http = httpx.Client(headers=headers, limits=limits, timeout=servers.request_timeout_s, trust_env=False)
 
     def close(self) -> None:
         """Drop connections."""
