@@ -10,7 +10,7 @@ from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "peagle"
 # In the order in which they may import: a package imports the core and those before it.
-PACKAGES = ["data", "verifier", "vllm", "layout", "hidden_states", "kernels", "drafter", "convert", "train", "engine"]
+PACKAGES = ["layout", "data", "verifier", "vllm", "hidden_states", "kernels", "drafter", "convert", "train", "engine"]
 PACKAGES += ["regenerate", "evaluate", "report", "serve", "pipeline"]
 PACKAGES += ["api", "cli"]  # Python's way in, and the terminal's
 CORE = {"_version", "config", "errors", "files", "log", "processes", "embedded"}

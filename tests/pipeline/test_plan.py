@@ -12,7 +12,7 @@ from rich.console import Console
 from peagle.pipeline import plan as plans
 from peagle.pipeline.plan import (
     Fingerprints,
-    Rows,
+    RowSizes,
     count_rows,
     drafter_parameters,
     estimate,
@@ -124,7 +124,7 @@ def test_its_training_takes_what_the_scaling_guide_says():
 
 def test_a_plan_takes_the_optimizer_that_training_takes():
     recipe = read(find("llama3.1-8b"), None, ())
-    rows = Rows(20000, 20_000_000, 12_000_000, True)
+    rows = RowSizes(20000, 20_000_000, 12_000_000, True)
 
     def memory(*changes):
         changed = read(find("llama3.1-8b"), None, changes)
@@ -139,19 +139,19 @@ def test_a_plan_takes_the_optimizer_that_training_takes():
 
 
 def test_states_of_six_million_tokens_take_177_gb():
-    rows = Rows(5000, 6_000_000, 3_600_000, True)
+    rows = RowSizes(5000, 6_000_000, 3_600_000, True)
     assert store_bytes(rows, 4096, 2) / 1e9 == pytest.approx(177, abs=0.5)
 
 
 def test_slots_and_work_follow_the_ratios_down_to_the_floor():
     assert slots_per_supervised(4, 0.7, 0.2) == pytest.approx(2.533)
     assert slots_per_supervised(8, 0.5, 0.2) == pytest.approx(1 + 0.5 + 0.25 + 5 * 0.2)
-    work = training_work(Rows(1, 1000, 600, True), SIZES, training())
+    work = training_work(RowSizes(1, 1000, 600, True), SIZES, training())
     assert work / 1000 == pytest.approx(6.85e9, rel=0.01)
 
 
 def test_a_limit_of_steps_ends_the_epochs_and_their_checkpoints():
-    rows = Rows(1000, 170_000, 90_000, True)
+    rows = RowSizes(1000, 170_000, 90_000, True)
     limited = {"epochs": 100, "max_steps": 560, "total_seq_len": 1024}
     assert training_epochs(rows, training(**limited), 1) == pytest.approx(3.37, abs=0.01)
     assert training_epochs(rows, training(**limited, gradient_accumulation_steps=2), 2) == pytest.approx(13.5, abs=0.01)
@@ -182,7 +182,7 @@ def test_rows_are_assumed_until_they_are_counted(tmp_path):
     (tmp_path / "prepared").mkdir()
     summary = {"rows": 4900, "tokens": 6_000_000, "supervised_tokens": 3_600_000}
     (tmp_path / "prepared" / "summary.json").write_text(json.dumps(summary))
-    assert count_rows(recipe) == Rows(4900, 6_000_000, 3_600_000, True)
+    assert count_rows(recipe) == RowSizes(4900, 6_000_000, 3_600_000, True)
 
 
 def test_a_plan_says_disk_memory_and_time_or_leaves_them_open(tmp_path, capsys):

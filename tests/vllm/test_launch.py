@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from peagle.cli.main import main
-from peagle.config import StageConfig
 from peagle.errors import ConfigError, EndpointError
 from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm import launch as vllm_launch
@@ -175,28 +174,3 @@ def test_addresses_are_taken_with_or_without_v1(given: str, made: str) -> None:
 def test_what_is_no_address_is_refused(given: str) -> None:
     with pytest.raises(EndpointError, match="expected an address"):
         normal_url(given)
-
-
-class _WithExtra(StageConfig):
-    number: int = 1
-    """A number."""
-    extra_args: tuple[str, ...] = ()
-    """The rest."""
-
-
-def test_what_follows_the_dashes_goes_to_extra_args_word_for_word() -> None:
-    import typer
-    from typer.testing import CliRunner
-
-    from peagle.cli.flags import add_command, split_extra
-
-    before, extra = split_extra(["go", "--number", "3", "--", "--port", "1,2", "--", "x"], _WithExtra)
-    assert (before, extra) == (["go", "--number", "3"], ("--port", "1,2", "--", "x"))
-    seen: list[_WithExtra] = []
-    app = typer.Typer()
-    add_command(app, "go", _WithExtra, seen.append, "Panel", extra)
-    add_command(app, "other", _WithExtra, seen.append, "Panel")
-    assert CliRunner().invoke(app, before).exit_code == 0
-    assert seen[0].extra_args == extra
-    assert seen[0].number == 3
-    assert "--extra-args" not in CliRunner().invoke(app, ["go", "--help"]).output

@@ -78,8 +78,8 @@ class DoctorConfig(StageConfig):
     """Conversations that are planned, for the estimates of disk and time."""
     output: Path = Path("output")
     """Where the run will go: its disk is looked at, nothing is written to it."""
-    num_layers: int = Field(4, ge=1, json_schema_extra={"panel": "Drafter"})
-    """Decoder layers of the drafter that is planned."""
+    num_layers: int | None = Field(None, ge=1, json_schema_extra={"panel": "Drafter"})
+    """Decoder layers of the drafter that is planned. Unset: as many as `train` gives it."""
     target_layer_ids: tuple[int, ...] | None = Field(None, json_schema_extra={"panel": "Drafter"})
     """Verifier layers that the drafter will read. Unset: the default ones."""
     mask_token_id: int | None = Field(None, ge=0, json_schema_extra={"panel": "Drafter"})

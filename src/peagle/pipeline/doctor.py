@@ -28,7 +28,7 @@ from peagle.errors import PeagleError
 from peagle.files import free_bytes
 from peagle.hidden_states.config import ExtractConfig
 from peagle.pipeline.config import DoctorConfig
-from peagle.pipeline.plan import Rows, drafter_parameters, store_bytes, training_bytes, verifier_sizes
+from peagle.pipeline.plan import RowSizes, drafter_parameters, store_bytes, training_bytes, verifier_sizes
 from peagle.train.config import TrainConfig
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer, resolve_mask_token
@@ -142,7 +142,7 @@ def _vllm() -> Finding:
 def _device() -> Finding:
     import torch
 
-    from peagle.kernels import native
+    from peagle import kernels
 
     if torch.cuda.is_available():
         names = []
@@ -152,11 +152,12 @@ def _device() -> Finding:
         return Finding("device", "ok", ", ".join(names))
     threads = torch.get_num_threads()
     about = "1 thread" if threads == 1 else f"{threads} threads"
-    if not native.is_available():
-        about += ", PyTorch's products (no AVX-512, or no C compiler was there)"
+    problem = kernels.native_attention_problem(torch.device("cpu"), torch.float32, 64)
+    if problem is not None:
+        about += f", PyTorch's attention ({problem})"
     else:
-        alone = " on one thread (no OpenMP in this PyTorch)" if native.num_threads() < threads else ""
-        about += f", our own kernels{alone}"
+        alone = " on one thread (no OpenMP in this PyTorch)" if kernels.num_native_threads() < threads else ""
+        about += f", native attention{alone}"
     return Finding("device", "ok", f"CPU, {about}; fine for small verifiers, an 8B one wants a GPU")
 
 
@@ -292,22 +293,21 @@ def dry_run(config: DoctorConfig, verifier: VerifierConfig, has_layer_ids: bool)
         summary = json.loads((folder / "prepared" / "summary.json").read_text(encoding="utf-8"))
         yield from _data(config, summary)
         # 2. What the training that is planned takes.
-        training = TrainConfig.build(
-            {
-                "verifier_name_or_path": verifier.name_or_path,
-                "data_path": folder / "prepared",
-                "hidden_states_path": folder / "states",
-                "save_path": folder / "checkpoints",
-                "num_layers": config.num_layers,
-                "total_seq_len": max(config.seq_length, 8),
-                "max_steps": 1,
-                "epochs": 1,
-                "train_data_ratio": 1.0,
-                "mask_token_id": config.mask_token_id,
-                "draft_vocab_size": config.draft_vocab_size,
-                "trust_remote_code": config.trust_remote_code,
-            }
-        )
+        planned = {
+            "verifier_name_or_path": verifier.name_or_path,
+            "data_path": folder / "prepared",
+            "hidden_states_path": folder / "states",
+            "save_path": folder / "checkpoints",
+            "num_layers": config.num_layers,
+            "total_seq_len": max(config.seq_length, 8),
+            "max_steps": 1,
+            "epochs": 1,
+            "train_data_ratio": 1.0,
+            "mask_token_id": config.mask_token_id,
+            "draft_vocab_size": config.draft_vocab_size,
+            "trust_remote_code": config.trust_remote_code,
+        }
+        training = TrainConfig.build({key: value for key, value in planned.items() if value is not None})
         yield from sizes(config, verifier, training, summary)
         if not has_layer_ids:
             return
@@ -372,7 +372,9 @@ def sizes(
     if config.max_samples is None:
         return
     scale = config.max_samples / max(summary["read"], 1)
-    rows = Rows(config.max_samples, int(summary["tokens"] * scale), int(summary["supervised_tokens"] * scale), False)
+    rows = RowSizes(
+        config.max_samples, int(summary["tokens"] * scale), int(summary["supervised_tokens"] * scale), False
+    )
     disk = store_bytes(rows, verifier.hidden_size, 4 if verifier.dtype == "float32" else 2)
     free = free_bytes(config.output)
     text = f"{config.max_samples:,} conversations like these: {rows.num_tokens:,} tokens, {disk / 1e9:.1f} GB of states"

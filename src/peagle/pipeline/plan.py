@@ -31,7 +31,7 @@ STATE = "run.json"
 _FORMER_STATE = "road.json"
 """What the file was called in the first releases."""
 # Differ between runs that made the same thing: times, versions, logs, locks.
-_NOT_CONTENT = {"manifest.json", "run.yaml", "metrics.jsonl", "README.md", "recipe.json"}
+_NOT_CONTENT = {"manifest.json", "run.yaml", "metrics.jsonl", "README.md"}
 
 # Without prepared rows at hand: conversations fill this share of the length limit, and this share of them is replies.
 ASSUMED_FILL, ASSUMED_SUPERVISED = 0.3, 0.6
@@ -180,7 +180,7 @@ def _reads(stage: Stage, earlier: Stage) -> bool:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSizes:
     """The rows that will be trained on."""
 
     num_rows: int
@@ -250,7 +250,7 @@ def _moment_bytes(config: TrainConfig) -> int:
     return 4 if config.optimizer == "muon" else 8
 
 
-def store_bytes(rows: Rows, hidden_size: int, bytes_per_value: int) -> float:
+def store_bytes(rows: RowSizes, hidden_size: int, bytes_per_value: int) -> float:
     """Disk of the hidden states: three layers for every token, the last state for every supervised one."""
     return bytes_per_value * hidden_size * (NUM_AUX_LAYERS * rows.num_tokens + rows.num_supervised)
 
@@ -260,7 +260,7 @@ def slots_per_supervised(num_depths: int, ratio: float, floor: float) -> float:
     return 1 + sum(max(ratio**depth, floor) for depth in range(1, num_depths))
 
 
-def training_work(rows: Rows, sizes: Sizes, config: TrainConfig) -> float:
+def training_work(rows: RowSizes, sizes: Sizes, config: TrainConfig) -> float:
     """Multiply-adds of an epoch: three passes' worth of the network per slot, two of the head, one of the verifier."""
     layers, _, head = _parameters(sizes, config)
     ratio, floor = config.down_sample_ratio, config.down_sample_ratio_min
@@ -270,7 +270,7 @@ def training_work(rows: Rows, sizes: Sizes, config: TrainConfig) -> float:
     return 3.0 * layers * network_slots + 2.0 * head * slots + verifier_head
 
 
-def training_epochs(rows: Rows, config: TrainConfig, num_ranks: int) -> float:
+def training_epochs(rows: RowSizes, config: TrainConfig, num_ranks: int) -> float:
     """Passes over the rows: as many as `epochs` says, or as `max_steps` steps of full packs come to."""
     if config.max_steps is None:
         return config.epochs
@@ -278,12 +278,12 @@ def training_epochs(rows: Rows, config: TrainConfig, num_ranks: int) -> float:
     return min(config.epochs, config.max_steps * packs * config.total_seq_len / max(rows.num_tokens, 1))
 
 
-def count_rows(recipe: Recipe) -> Rows | None:
+def count_rows(recipe: Recipe) -> RowSizes | None:
     """The rows of a recipe: counted if they are prepared, else assumed from its limits; None if it has none."""
     prepared = recipe.output / "prepared" / "summary.json"
     if prepared.is_file():
         summary = json.loads(prepared.read_text(encoding="utf-8"))
-        return Rows(int(summary["rows"]), int(summary["tokens"]), int(summary["supervised_tokens"]), True)
+        return RowSizes(int(summary["rows"]), int(summary["tokens"]), int(summary["supervised_tokens"]), True)
     settings = recipe.prepare or {}
     limits = [(section or {}).get("max_samples") for section in (recipe.regenerate, settings, recipe.extract)]
     num_rows = min((int(limit) for limit in limits if limit), default=0)
@@ -291,10 +291,10 @@ def count_rows(recipe: Recipe) -> Rows | None:
         return None
     length = settings.get("seq_length", PrepareConfig.model_fields["seq_length"].default)
     tokens = int(num_rows * float(length) * ASSUMED_FILL)
-    return Rows(num_rows, tokens, int(tokens * ASSUMED_SUPERVISED), False)
+    return RowSizes(num_rows, tokens, int(tokens * ASSUMED_SUPERVISED), False)
 
 
-def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: Rows | None, rate: float | None) -> Estimate:
+def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: RowSizes | None, rate: float | None) -> Estimate:
     """Estimate one stage.
 
     Args:
@@ -369,14 +369,14 @@ def measured_rate() -> float:
     return best
 
 
-def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], Rows | None]:
+def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], RowSizes | None]:
     """Estimate every step; the machine's rate is measured if anything is to be run."""
     sizes, rows = sizes_of(recipe), count_rows(recipe)
     rate = measured_rate() if any(step.action != "skip" for step in steps) else None
     return [estimate(step.stage, recipe, sizes, rows, rate) for step in steps], rows
 
 
-def table(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], rows: Rows | None, width: int) -> Table:
+def table(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows: RowSizes | None, width: int) -> Table:
     """The plan for a terminal of so many columns; what each stage makes is left out where it would be cut up."""
     shown = Table(title=f"{recipe.name}: {recipe.description or recipe.verifier}", title_justify="left")
     is_wide = width >= _WIDE
@@ -386,32 +386,30 @@ def table(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], rows
         shown.add_column(name, overflow="fold")
     for name in ("disk", "memory", "time here"):
         shown.add_column(name, justify="right", no_wrap=True)
-    for step, one in zip(steps, found):
+    for step, one in zip(steps, costs):
         is_idle = step.action == "skip"
-        costs = ("", "", "") if is_idle else (size(one.disk_bytes), size(one.memory_bytes), spell(one.seconds))
-        style = "dim" if is_idle else ""
-        makes = (_below(step.stage.output, recipe.output),) if is_wide else ()
-        shown.add_row(step.stage.name, step.action, step.why, *makes, *costs, style=style)
-    shown.caption = caption(recipe, steps, found, rows)
+        figures = ("", "", "") if is_idle else (size(one.disk_bytes), size(one.memory_bytes), spell(one.seconds))
+        made = step.stage.output
+        place = made.relative_to(recipe.output) if made.is_relative_to(recipe.output) else made
+        makes = (str(place),) if is_wide else ()
+        shown.add_row(step.stage.name, step.action, step.why, *makes, *figures, style="dim" if is_idle else "")
+    shown.caption = caption(recipe, steps, costs, rows)
     shown.caption_justify = "left"
     return shown
 
 
-def caption(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], rows: Rows | None) -> str:
+def caption(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows: RowSizes | None) -> str:
     """What the figures rest on, and whether the disk has room."""
     parts = []
     if rows is None:
-        parts.append(
-            "No limit on the number of rows (max_samples), so nothing can be estimated before `prepare` has run."
-        )
+        parts.append("Rows have no limit (max_samples), so nothing can be estimated before `prepare` has run.")
     elif rows.is_counted:
-        parts.append(
-            f"{rows.num_rows:,} prepared rows, {rows.num_tokens:,} tokens, {rows.num_supervised:,} supervised."
-        )
+        counted = f"{rows.num_rows:,} prepared rows, {rows.num_tokens:,} tokens"
+        parts.append(f"{counted}, {rows.num_supervised:,} supervised.")
     else:
         mean = rows.num_tokens // max(rows.num_rows, 1)
         parts.append(f"{rows.num_rows:,} rows of {mean:,} tokens on average are assumed until `prepare` counted them.")
-    need = sum(one.disk_bytes or 0 for step, one in zip(steps, found) if step.action != "skip")
+    need = sum(one.disk_bytes or 0 for step, one in zip(steps, costs) if step.action != "skip")
     free = free_bytes(recipe.output)
     verdict = "" if need <= free else "  THE DISK IS TOO SMALL."
     parts.append(f"Disk: {size(need)} needed, {size(free)} free at {recipe.output}.{verdict}")
@@ -419,7 +417,7 @@ def caption(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], ro
     return " ".join(parts)
 
 
-def as_json(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], rows: Rows | None) -> dict[str, Any]:
+def as_json(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows: RowSizes | None) -> dict[str, Any]:
     """The plan as JSON."""
     return {
         "name": recipe.name,
@@ -436,14 +434,9 @@ def as_json(recipe: Recipe, steps: Sequence[Step], found: Sequence[Estimate], ro
                 "settings": step.stage.settings,
                 **vars(one),
             }
-            for step, one in zip(steps, found)
+            for step, one in zip(steps, costs)
         ],
     }
-
-
-def _below(path: Path, root: Path) -> str:
-    """A path as seen from the run's folder, if it lies in it."""
-    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 def size(value: float | None) -> str:

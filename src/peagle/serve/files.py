@@ -22,7 +22,7 @@ Level = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckFinding:
     """One thing about a checkpoint."""
 
     level: Level
@@ -39,21 +39,21 @@ class Finding:
 class Findings:
     """Findings in the order in which they came."""
 
-    found: list[Finding] = field(default_factory=list)
+    found: list[CheckFinding] = field(default_factory=list)
 
     def error(self, where: str, message: str) -> None:
         """Add an error."""
-        self.found.append(Finding("error", where, message))
+        self.found.append(CheckFinding("error", where, message))
 
     def warning(self, where: str, message: str) -> None:
         """Add a warning."""
-        self.found.append(Finding("warning", where, message))
+        self.found.append(CheckFinding("warning", where, message))
 
     def note(self, where: str, message: str) -> None:
         """Add something worth knowing."""
-        self.found.append(Finding("note", where, message))
+        self.found.append(CheckFinding("note", where, message))
 
-    def of(self, level: Level) -> list[Finding]:
+    def of(self, level: Level) -> list[CheckFinding]:
         """Those of one level."""
         return [finding for finding in self.found if finding.level == level]
 
