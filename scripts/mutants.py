@@ -30,9 +30,9 @@ MUTATIONS = {
     ),
     "D03": ("data/formats.py", 'message["tool_calls"] = [tool_call(call, repairs) for call in calls]', "pass"),
     "M01": (
-        "data/records.py",
-        "after = (mask[p + 1] or (tail and p + 1 >= ends)) if p < last else self.next_is_supervised",
-        "after = mask[p]",
+        "layout/supervision.py",
+        "return [p for p in range(1, len(loss_mask)) if written[p] and written[p + 1]]",
+        "return [p for p in range(1, len(loss_mask)) if written[p]]",
     ),
     "M03": (
         "data/tokenize.py",
@@ -120,7 +120,7 @@ MUTATIONS = {
     "X01": ("drafter/model_config.py", "if len(self.aux_layer_ids) != NUM_AUX_LAYERS_OF_VLLM:", "if False:"),
     "X02": ("serve/verifier_rules.py", "if cosine < _UNRELATED_COSINE:", "if False:"),
     "X12": ("serve/launch.py", 'settings["parallel_drafting"] = True', "pass"),
-    "X15": ("serve/config_rules.py", "if not isinstance(residual, bool):", "if False:"),
+    "X15": ("serve/config_rules.py", 'if not isinstance(self.config.get("norm_before_residual"), bool):', "if False:"),
     "E01": (
         "evaluate/counts.py",
         '"pooled": figures(pooled),',

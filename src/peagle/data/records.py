@@ -146,24 +146,10 @@ class TokenRow:
     """How many trailing tokens lie past the answer's end: the verifier's own continuation, mask 0, kept for replay."""
 
     def label_positions(self) -> list[int]:
-        """Positions p whose verifier state y_p is a target, ascending: x_p and x_{p+1} belong to one reply.
+        """Positions whose verifier state is a target, a replay tail's included (`layout/supervision.py`)."""
+        from peagle.layout.supervision import label_positions  # here: it loads torch, which readers do without
 
-        A replay row also keeps the positions of its tail, so that every drafted token has a target to be judged by.
-
-        Example:
-            mask 0 0 1 1 1 0 gives 2 and 3 (y_2 predicts x_3, y_3 predicts x_4); y_1 predicts the first reply token,
-            which the verifier's own prefill gives, so no slot asks for it.
-        """
-        ids, mask, tail = self.input_ids, self.loss_mask, self.tail_length
-        last = len(ids) - 1
-        ends = len(ids) - tail
-        found = []
-        for p in range(1, len(ids)):
-            here = mask[p] or (tail and p >= ends)
-            after = (mask[p + 1] or (tail and p + 1 >= ends)) if p < last else self.next_is_supervised
-            if here and after:
-                found.append(p)
-        return found
+        return label_positions(self.loss_mask, self.next_is_supervised, self.tail_length)
 
 
 # ---- Row identity: the same for the same content, whatever the order of the input or the number of workers.

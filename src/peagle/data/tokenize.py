@@ -229,7 +229,7 @@ class RowTokenizer:
             return UnusableRow(NO_TOKEN, detail)
         if supervised == 0:
             return UnusableRow(NO_SPAN, f"0 of {len(whole.ids)} tokens supervised")
-        if b"\x01\x01" not in bytes(row.loss_mask[1:]) and not row.label_positions():
+        if not row.label_positions():
             return UnusableRow(TOO_SHORT, "a reply of one token leaves nothing to draft")
         if supervised < self.minimum_valid_tokens:
             detail = f"{supervised} supervised tokens, --minimum-valid-tokens is {self.minimum_valid_tokens}"

@@ -6,8 +6,8 @@ Worked example. One document of seven pair slots, of which 2, 3, 4 and 5 are sup
     supervised     .  .  1  1  1  1  .
     run            0  0  4  3  2  1  0    supervised pair slots from here on, without a gap
 
-Slot (a, d) predicts x_{a+d+2} and counts iff pair slots a .. a+d are all supervised, so depth 1 has the anchors 2, 3
-and 4, depth 2 the anchors 2 and 3, depth 3 the anchor 2. With ratio 0.7 and no floor: n_1 = 3, depth 1 keeps
+Slot (a, d) is supervised iff run[a] > d (`layout/supervision.py` has the rule), so depth 1 has the anchors 2, 3 and 4,
+depth 2 the anchors 2 and 3, depth 3 the anchor 2. With ratio 0.7 and no floor: n_1 = 3, depth 1 keeps
 floor(3 * 0.7) = 2 of {2, 3, 4}; depth 2 keeps at most floor(3 * 0.49) = 1 of those that depth 1 kept.
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from peagle.errors import LayoutError
+from peagle.layout.supervision import supervised_run
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,6 @@ class CodLayout:
         return CodLayout(
             self.anchor_pos.to(device), self.depth.to(device), self.is_supervised.to(device), self.num_depths
         )
-
-
-def supervised_run(is_supervised: Tensor, document_ids: Tensor) -> Tensor:
-    """How many supervised pair slots follow without a gap, each slot itself included.
-
-    Args:
-        is_supervised: bool, [num_pairs].
-        document_ids: document of each pair slot, -1 for padding, int64, [num_pairs].
-
-    Returns:
-        int64, [num_pairs]; slot (a, d) is supervised iff run[a] > d.
-    """
-    if is_supervised.shape != document_ids.shape or is_supervised.dim() != 1:
-        raise LayoutError(
-            f"shapes differ: is_supervised {list(is_supervised.shape)}, document_ids {list(document_ids.shape)}"
-        )
-    num_pairs = is_supervised.numel()
-    counts = is_supervised & (document_ids >= 0)
-    index = torch.arange(num_pairs, device=is_supervised.device)
-    # A slot ends its run if the next one is not supervised or lies in another document.
-    ends = torch.ones_like(counts)
-    ends[:-1] = ~counts[1:] | (document_ids[1:] != document_ids[:-1])
-    next_end = torch.where(ends, index, num_pairs).flip(0).cummin(0).values.flip(0)
-    return torch.where(counts, next_end - index + 1, 0)
 
 
 def full(is_supervised: Tensor, document_ids: Tensor, num_depths: int) -> CodLayout:
