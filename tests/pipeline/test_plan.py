@@ -200,9 +200,9 @@ def test_a_plan_says_disk_memory_and_time_or_leaves_them_open(tmp_path, capsys):
     assert (unknown.disk_bytes, unknown.memory_bytes, unknown.seconds) == (None, None, None)
 
 
-def test_sizes_and_times_are_told_as_people_read_them():
-    told = [plans.size(x) for x in (None, 1500.0, 2.5e6, 1.77e11, 3e12)]
-    assert told == ["?", "2 kB", "2.5 MB", "177.0 GB", "3.0 TB"]
+def test_sizes_and_times_are_shown_as_people_read_them():
+    shown = [plans.size(x) for x in (None, 1500.0, 2.5e6, 1.77e11, 3e12)]
+    assert shown == ["?", "2 kB", "2.5 MB", "177.0 GB", "3.0 TB"]
     assert plans.spell(None) == ""
     assert plans.spell(90.0) == "1m30s"
     assert plans.spell(3 * 86400.0) == "3.0 days"

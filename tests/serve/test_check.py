@@ -43,6 +43,7 @@ def drafter_of(verifier: Path, **changes: Any) -> Drafter:
         "mask_token_id": 270,
         "norm_before_residual": False,
         "norm_before_fc": True,
+        "norm_output": False,
     }
     config: DrafterConfig = config_for(verifier_config, **(settings | changes))
     torch.manual_seed(0)
