@@ -63,16 +63,22 @@ def main() -> int:
     supervised, layout = cpu.layout_of(pairs, args.depths, 2)
     index = torch.arange(pairs)
     batch = Batch(
-        made["ids"],
-        made["aux"],
-        index,
-        torch.zeros(pairs, dtype=torch.int64),
-        torch.where(supervised, index, -1),
-        made["last"],
-        ("0",),
+        pair_ids=made["ids"],
+        aux_states=made["aux"],
+        rope_pos=index,
+        document_ids=torch.zeros(pairs, dtype=torch.int64),
+        label_of_pair=torch.where(supervised, index, -1),
+        last_states=made["last"],
+        row_ids=("0",),
     ).to(device, dtype)
     layout = layout.to(device)
-    head = VerifierHead(torch.ones(QWEN3_8B["hidden"]), 1e-6, drafter.lm_head.weight.detach(), 1.0, None)
+    head = VerifierHead(
+        norm_weight=torch.ones(QWEN3_8B["hidden"]),
+        norm_eps=1e-6,
+        weight=drafter.lm_head.weight.detach(),
+        logit_scale=1.0,
+        logit_softcap=None,
+    )
     head = head.to(device, dtype)
     sizes = choose_sizes(8 << 30, QWEN3_8B["hidden"], QWEN3_8B["inter"], QWEN3_8B["vocab"], pairs)
     count = num_supervised(batch, layout)
@@ -82,7 +88,7 @@ def main() -> int:
 
         def run(settings: StepSettings = settings) -> None:
             drafter.zero_grad(set_to_none=True)
-            train_step(drafter, head, batch, layout, count, settings, None)
+            train_step(drafter, head, batch, layout, count, settings)
 
         seconds, peak = measure(run, args.repeat)
         report[attention] = {"seconds": round(seconds, 4), "peak_gb": round(peak, 2)}

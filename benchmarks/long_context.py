@@ -66,7 +66,14 @@ def document(tokens: int) -> StoredRow:
     """Random tokens and states; the assistant wrote all but the first token."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(4, VOCAB, (tokens,), generator=generator)
-    row = TokenRow("0", "random", ids.tolist(), [0] + [1] * (tokens - 1), False, 0)
+    row = TokenRow(
+        row_id="0",
+        source="random",
+        input_ids=ids.tolist(),
+        loss_mask=[0] + [1] * (tokens - 1),
+        next_is_supervised=False,
+        tail_length=0,
+    )
     labels = torch.tensor(row.label_positions())
     aux = torch.randn(tokens, 3 * HIDDEN, generator=generator)
     return StoredRow(row, aux, labels, torch.randn(labels.numel(), HIDDEN, generator=generator))
@@ -83,7 +90,13 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     network, row = drafter(options.tokens, options.depths), document(options.tokens)
-    head = VerifierHead(torch.ones(HIDDEN), 1e-6, network.lm_head.weight.detach().clone(), 1.0, None)
+    head = VerifierHead(
+        norm_weight=torch.ones(HIDDEN),
+        norm_eps=1e-6,
+        weight=network.lm_head.weight.detach().clone(),
+        logit_scale=1.0,
+        logit_softcap=None,
+    )
     network.lm_head.weight.requires_grad_(False)
     config = FitConfig.build(
         {

@@ -16,18 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.config import ServerSettings
 from peagle.data.records import TokenRow
 from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import RowRefused
-from peagle.vllm.client import Endpoint, EndpointPool, RetryPolicy, in_parallel
+from peagle.vllm.client import Endpoint, EndpointPool, in_parallel
 from peagle.vllm.launch import ServerCommand, start, stop, wait_ready
-from peagle.vllm.states import EndpointSettings, EndpointSource, states_request
+from peagle.vllm.states import EndpointSource, states_request
 from tests.vllm.support.engines import QUIET, SMALL, free_port, server
 
 OPTIONS = ("--no-enable-prefix-caching",)
 CONCURRENCY = 32
 ROWS, LENGTHS, PORTION, ROUNDS = 128, (100, 1000), 64, 5  # tokens of a row: what conversations have
-POLICY = RetryPolicy(300.0, 3, 60.0)
+SETTINGS = ServerSettings(concurrency=CONCURRENCY, request_timeout_s=300.0, restart_wait_s=60.0)
 Run = Callable[[Sequence[list[int]]], None]
 
 
@@ -73,11 +74,28 @@ def extraction(verifier: Path, url: str, shared: Path) -> Iterator[Run]:
     """Takes every row's states, as `peagle extract --endpoint` does."""
     verifier_config = load_verifier_config(str(verifier), False)
     aux = resolve_aux_layer_ids(verifier_config.num_layers, None)
-    settings = EndpointSettings((url,), None, None, CONCURRENCY, POLICY, shared)
-    source = EndpointSource(verifier_config, aux, "float32", settings, "rate", False)
+    source = EndpointSource(
+        verifier=verifier_config,
+        aux_layer_ids=aux,
+        dtype="float32",
+        servers=SETTINGS.model_copy(update={"endpoint": (url,)}),
+        hidden_states_path=shared,
+        store="rate",
+        check_all_positions=False,
+    )
 
     def run(rows: Sequence[list[int]]) -> None:
-        token_rows = [TokenRow(str(i), "x", list(ids), [1] * len(ids), False, 0) for i, ids in enumerate(rows)]
+        token_rows = [
+            TokenRow(
+                row_id=str(i),
+                source="x",
+                input_ids=list(ids),
+                loss_mask=[1] * len(ids),
+                next_is_supervised=False,
+                tail_length=0,
+            )
+            for i, ids in enumerate(rows)
+        ]
         wanted = {row.row_id for row in token_rows}
         for found in source.states(token_rows, wanted):
             if isinstance(found, RowRefused):
@@ -92,9 +110,9 @@ def extraction(verifier: Path, url: str, shared: Path) -> Iterator[Run]:
 @contextlib.contextmanager
 def prefill(url: str) -> Iterator[Run]:
     """Sends the same requests, for one token and no states."""
-    endpoint = Endpoint(url, None, POLICY, CONCURRENCY)
-    endpoint.model(None)
-    pool = EndpointPool([endpoint], POLICY)
+    endpoint = Endpoint(url, SETTINGS)
+    endpoint.model()
+    pool = EndpointPool([endpoint], SETTINGS)
 
     def run(rows: Sequence[list[int]]) -> None:
         payloads = [{**states_request(list(ids), "x", False), "kv_transfer_params": None} for ids in rows]

@@ -9,7 +9,14 @@ from peagle.hidden_states.batch import StoredRow, pack
 
 def stored(row_id, ids, mask, next_is_supervised=False, tail_length=0):
     """States that say which position they are of: aux [i, i], last [100 + p]."""
-    row = TokenRow(row_id, "a", ids, mask, next_is_supervised, tail_length)
+    row = TokenRow(
+        row_id=row_id,
+        source="a",
+        input_ids=ids,
+        loss_mask=mask,
+        next_is_supervised=next_is_supervised,
+        tail_length=tail_length,
+    )
     label_pos = torch.tensor(row.label_positions(), dtype=torch.int64)
     aux = torch.arange(len(ids), dtype=torch.float32)[:, None].expand(-1, 2).clone()
     return StoredRow(row, aux, label_pos, (100.0 + label_pos)[:, None])

@@ -11,19 +11,29 @@ from peagle.verifier.source import RowStates
 from peagle.verifier.weights import VerifierHead
 from tests import fakes
 
-SPEC = StoreSpec("verifier", "", "qwen3", 8, 8, 272, (2, 4, 5), "float32", "")
+SPEC = StoreSpec(
+    verifier="verifier",
+    verifier_fingerprint="",
+    model_type="qwen3",
+    num_layers=8,
+    hidden_size=8,
+    vocab_size=272,
+    aux_layer_ids=(2, 4, 5),
+    dtype="float32",
+    tokenizer_sha256="",
+)
 ROW = fakes.random_row("row-0", 10, 3, 200, 0)
 
 
 def states(**changes):
     generator = torch.Generator().manual_seed(0)
     whole = RowStates(
-        ROW.row_id,
-        ROW.input_ids,
-        torch.randn(10, 24, generator=generator),
-        torch.randn(10, 8, generator=generator),
-        [],
-        [],
+        row_id=ROW.row_id,
+        input_ids=ROW.input_ids,
+        aux_states=torch.randn(10, 24, generator=generator),
+        last_states=torch.randn(10, 8, generator=generator),
+        choice_pos=[],
+        choice_ids=[],
     )
     return dataclasses.replace(whole, **changes)
 
@@ -64,7 +74,11 @@ def test_H06_states_that_overflow_the_stored_dtype_are_refused():
 def head_and_choices():
     generator = torch.Generator().manual_seed(1)
     head = VerifierHead(
-        torch.rand(8, generator=generator) + 0.5, 1e-6, torch.randn(40, 8, generator=generator), 1.0, None
+        norm_weight=torch.rand(8, generator=generator) + 0.5,
+        norm_eps=1e-6,
+        weight=torch.randn(40, 8, generator=generator),
+        logit_scale=1.0,
+        logit_softcap=None,
     )
     found = dataclasses.replace(states(), last_states=torch.randn(200, 8, generator=generator))
     positions = list(range(3, 199))
@@ -94,7 +108,13 @@ def test_H16_states_that_were_normed_already_fail_the_check():
 
 
 def test_a_near_tie_within_the_dtypes_rounding_is_no_fault():
-    head = VerifierHead(torch.ones(2), 0.0, torch.tensor([[1.0, 0.0], [1.0, 1e-4], [-1.0, 0.0]]), 1.0, None)
+    head = VerifierHead(
+        norm_weight=torch.ones(2),
+        norm_eps=0.0,
+        weight=torch.tensor([[1.0, 0.0], [1.0, 1e-4], [-1.0, 0.0]]),
+        logit_scale=1.0,
+        logit_softcap=None,
+    )
     last = torch.zeros(10, 2)
     last[:] = torch.tensor([1.0, 1.0])
     tie = states(last_states=last, choice_pos=[4], choice_ids=[0])

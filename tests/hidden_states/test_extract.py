@@ -66,7 +66,14 @@ class FakeSource:
         generator = torch.Generator().manual_seed(len(row.input_ids))
         size = (len(row.input_ids), self.verifier_config.hidden_size)
         aux = torch.randn(size[0], 3 * size[1], generator=generator)
-        return RowStates(row.row_id, row.input_ids, aux, torch.randn(*size, generator=generator), [], [])
+        return RowStates(
+            row_id=row.row_id,
+            input_ids=row.input_ids,
+            aux_states=aux,
+            last_states=torch.randn(*size, generator=generator),
+            choice_pos=[],
+            choice_ids=[],
+        )
 
     def close(self):
         self.closed = True
@@ -248,7 +255,14 @@ def test_H06_nan_or_inf_from_the_verifier_stops_at_the_named_row_or_is_skipped_a
 
 def test_validate_outputs_stops_at_a_row_whose_states_do_not_give_the_verifiers_choice(tmp_path, prepared, use_source):
     def contradict(states, number):
-        return RowStates(states.row_id, states.input_ids, states.aux_states, states.last_states, [4], [number % 7])
+        return RowStates(
+            row_id=states.row_id,
+            input_ids=states.input_ids,
+            aux_states=states.aux_states,
+            last_states=states.last_states,
+            choice_pos=[4],
+            choice_ids=[number % 7],
+        )
 
     use_source(contradict)
     with pytest.raises(StoreError, match=r"after position 4, the verifier itself \d .*wrong norm, head or layer"):

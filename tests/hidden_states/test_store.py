@@ -17,7 +17,17 @@ from peagle.hidden_states.store import StoreReader, StoreSpec, StoreWriter, read
 from tests import fakes
 
 HIDDEN = 8
-SPEC = StoreSpec("verifier", "f" * 64, "qwen3", 8, HIDDEN, 272, (2, 4, 5), "float32", "t" * 64)
+SPEC = StoreSpec(
+    verifier="verifier",
+    verifier_fingerprint="f" * 64,
+    model_type="qwen3",
+    num_layers=8,
+    hidden_size=HIDDEN,
+    vocab_size=272,
+    aux_layer_ids=(2, 4, 5),
+    dtype="float32",
+    tokenizer_sha256="t" * 64,
+)
 
 
 def stored_row(row_id, num_tokens, seed, dtype=torch.float32):
@@ -69,8 +79,17 @@ def test_rows_come_back_as_they_were_stored_from_several_shards(store):
 
 
 def test_half_precision_and_the_fields_of_a_cut_row_and_a_tail_survive(tmp_path):
-    cut = TokenRow("cut", "a", [5, 6, 7, 8], [0, 1, 1, 1], True, 0)
-    tail = TokenRow("tail", "b", [5, 6, 7, 8, 9], [0, 1, 1, 0, 0], False, 2)
+    cut = TokenRow(
+        row_id="cut", source="a", input_ids=[5, 6, 7, 8], loss_mask=[0, 1, 1, 1], next_is_supervised=True, tail_length=0
+    )
+    tail = TokenRow(
+        row_id="tail",
+        source="b",
+        input_ids=[5, 6, 7, 8, 9],
+        loss_mask=[0, 1, 1, 0, 0],
+        next_is_supervised=False,
+        tail_length=2,
+    )
     rows = []
     for row in (cut, tail):
         labels = torch.tensor(row.label_positions())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,18 +12,47 @@ import torch
 from peagle.data.records import TokenRow
 from peagle.errors import EndpointError, StoreError
 from peagle.hidden_states.store import StoreReader, StoreSpec
-from peagle.train.sources import Asker, Extent, Kept, ServedRows, trim
+from peagle.layout.supervision import Extent
+from peagle.train.batches import trim
+from peagle.train.sources import RunStore, ServedRows, StateMaker
 from peagle.verifier.source import RowRefused, RowStates
 
 HIDDEN = 4
-SPEC = StoreSpec("verifier", "", "llama", 4, HIDDEN, 50, (1, 2, 3), "float32", "")
-ROWS = {f"r{i}": TokenRow(f"r{i}", "s", list(range(i, i + 6 + i)), [0, 0] + [1] * (4 + i), False, 0) for i in range(12)}
+SPEC = StoreSpec(
+    verifier="verifier",
+    verifier_fingerprint="",
+    model_type="llama",
+    num_layers=4,
+    hidden_size=HIDDEN,
+    vocab_size=50,
+    aux_layer_ids=(1, 2, 3),
+    dtype="float32",
+    tokenizer_sha256="",
+)
+ROWS = {
+    f"r{i}": TokenRow(
+        row_id=f"r{i}",
+        source="s",
+        input_ids=list(range(i, i + 6 + i)),
+        loss_mask=[0, 0] + [1] * (4 + i),
+        next_is_supervised=False,
+        tail_length=0,
+    )
+    for i in range(12)
+}
 EXTENTS = {row_id: Extent(len(row.input_ids) - 1, len(row.input_ids) - 3) for row_id, row in ROWS.items()}
 
 
 def made(row: TokenRow) -> RowStates:
     ids = torch.tensor(row.input_ids, dtype=torch.float32)[:, None]
-    return RowStates(row.row_id, row.input_ids, ids.expand(-1, 3 * HIDDEN), ids.expand(-1, HIDDEN), [], [])
+    return RowStates(
+        row_id=row.row_id,
+        input_ids=row.input_ids,
+        aux_states=ids.expand(-1, 3 * HIDDEN),
+        last_states=ids.expand(-1, HIDDEN),
+        choice_pos=[],
+        choice_ids=[],
+    )
 
 
 class Verifier:
@@ -63,13 +93,15 @@ class Verifier:
         return list(self.asked)
 
 
-def asker(verifier: Verifier, skips: bool = False, kept: Kept | None = None, threads: int = 4) -> Asker:
-    return Asker(verifier, ROWS.__getitem__, SPEC, None, threads, skips, kept)
+def maker(verifier: Verifier, skips: bool = False, store: RunStore | None = None) -> StateMaker:
+    return StateMaker(
+        fetch=verifier, row_of=ROWS.__getitem__, spec=SPEC, head=None, num_threads=4, skips=skips, store=store
+    )
 
 
 def test_announced_rows_are_asked_for_ahead_several_at_once_and_each_once():
     verifier = Verifier(4)
-    rows = ServedRows(asker(verifier), EXTENTS, 1000)
+    rows = ServedRows(maker(verifier), EXTENTS, 1000)
     rows.expect(list(ROWS))
     for row_id in ROWS:
         assert rows.read(row_id).row == ROWS[row_id]
@@ -79,7 +111,7 @@ def test_announced_rows_are_asked_for_ahead_several_at_once_and_each_once():
 
 def test_no_more_than_the_window_is_held():
     verifier = Verifier()
-    rows = ServedRows(asker(verifier), EXTENTS, 20)
+    rows = ServedRows(maker(verifier), EXTENTS, 20)
     rows.expect(list(ROWS))
     assert sorted(verifier.settled(3)) == ["r0", "r1", "r2"]  # 5 + 6 + 7 tokens, and 8 more would be 26
     rows.read("r0")
@@ -90,7 +122,7 @@ def test_no_more_than_the_window_is_held():
 
 def test_a_row_longer_than_the_window_is_let_through_alone():
     verifier = Verifier()
-    rows = ServedRows(asker(verifier), EXTENTS, 1)
+    rows = ServedRows(maker(verifier), EXTENTS, 1)
     rows.expect(["r5", "r6"])
     assert rows.read("r5").row == ROWS["r5"]
     assert rows.read("r6").row == ROWS["r6"]
@@ -98,7 +130,7 @@ def test_a_row_longer_than_the_window_is_let_through_alone():
 
 def test_a_row_that_was_not_announced_or_is_out_of_order_comes_all_the_same():
     verifier = Verifier()
-    rows = ServedRows(asker(verifier), EXTENTS, 6)
+    rows = ServedRows(maker(verifier), EXTENTS, 6)
     assert rows.read("r3").row == ROWS["r3"]
     rows.expect(["r0", "r1", "r2"])
     assert rows.read("r2").row == ROWS["r2"]
@@ -109,7 +141,7 @@ def test_a_row_that_was_not_announced_or_is_out_of_order_comes_all_the_same():
 
 def test_a_row_of_two_epochs_is_asked_for_twice():
     verifier = Verifier()
-    rows = ServedRows(asker(verifier), EXTENTS, 1000)
+    rows = ServedRows(maker(verifier), EXTENTS, 1000)
     rows.expect(["r0", "r1", "r1", "r0"])
     for row_id in ("r0", "r1", "r1", "r0"):
         rows.read(row_id)
@@ -118,7 +150,7 @@ def test_a_row_of_two_epochs_is_asked_for_twice():
 
 def test_a_dead_verifier_stops_the_reader_of_its_row_and_no_earlier_one():
     verifier = Verifier(answers={"r2": EndpointError("gone for 300 s")})
-    rows = ServedRows(asker(verifier), EXTENTS, 1000)
+    rows = ServedRows(maker(verifier), EXTENTS, 1000)
     rows.expect(["r0", "r1", "r2"])
     rows.read("r0")
     rows.read("r1")
@@ -129,9 +161,9 @@ def test_a_dead_verifier_stops_the_reader_of_its_row_and_no_earlier_one():
 def test_a_refused_row_stops_the_run_or_is_passed_over_without_adding_to_any_loss():
     refusal = {"r1": lambda row: RowRefused(row.row_id, "refused by the server", "status 400")}
     with pytest.raises(StoreError, match=r"row r1: refused by the server \(status 400\); --on-missing skip"):
-        asker(Verifier(answers=refusal)).now("r1")
-    skipping = asker(Verifier(answers=refusal), skips=True)
-    stand_in = trim(skipping.now("r1"))
+        maker(Verifier(answers=refusal)).make("r1")
+    skipping = maker(Verifier(answers=refusal), skips=True)
+    stand_in = trim(skipping.make("r1"))
     assert not any(stand_in.row.loss_mask)
     assert stand_in.last_states.shape == (0, HIDDEN)
     assert skipping.refused == {"r1": "refused by the server (status 400)"}
@@ -139,23 +171,19 @@ def test_a_refused_row_stops_the_run_or_is_passed_over_without_adding_to_any_los
 
 def test_states_of_other_ids_or_not_finite_are_refused():
     wrong = {
-        "r0": lambda row: RowStates(
-            row.row_id, row.input_ids[::-1], *([torch.zeros(6, 12), torch.zeros(6, 4)]), [], []
-        ),
-        "r1": lambda row: RowStates(
-            row.row_id, row.input_ids, torch.full((7, 12), torch.nan), torch.zeros(7, 4), [], []
-        ),
+        "r0": lambda row: replace(made(row), input_ids=row.input_ids[::-1]),
+        "r1": lambda row: replace(made(row), aux_states=torch.full((7, 12), torch.nan)),
     }
     with pytest.raises(StoreError, match="other token ids, first at index 0"):
-        asker(Verifier(answers=wrong)).now("r0")
+        maker(Verifier(answers=wrong)).make("r0")
     with pytest.raises(StoreError, match="NaN or infinity"):
-        asker(Verifier(answers=wrong)).now("r1")
+        maker(Verifier(answers=wrong)).make("r1")
 
 
 def test_hybrid_asks_once_for_each_row_and_fills_a_store_that_can_be_read_and_gone_on_with(tmp_path):
     verifier = Verifier()
-    kept = Kept(tmp_path, SPEC, fills=True)
-    rows = ServedRows(asker(verifier, kept=kept), EXTENTS, 1000)
+    stored = RunStore(tmp_path, SPEC, fills=True)
+    rows = ServedRows(maker(verifier, store=stored), EXTENTS, 1000)
     first = {}
     order = [row_id for row_id in ROWS if row_id != "r11"]
     rows.expect(order)
@@ -168,11 +196,11 @@ def test_hybrid_asks_once_for_each_row_and_fills_a_store_that_can_be_read_and_go
         assert torch.equal(again.aux_states, first[row_id].aux_states)
         assert torch.equal(again.last_states, first[row_id].last_states)
     assert sorted(verifier.asked) == sorted(order)
-    kept.close(ROWS)
+    stored.close(ROWS)
     assert not StoreReader.open(tmp_path).is_complete
 
-    later = Kept(tmp_path, SPEC, fills=True)
-    resumed = ServedRows(asker(verifier, kept=later), EXTENTS, 1000)
+    later = RunStore(tmp_path, SPEC, fills=True)
+    resumed = ServedRows(maker(verifier, store=later), EXTENTS, 1000)
     for row_id in ROWS:
         resumed.read(row_id)
     assert verifier.asked[len(order) :] == ["r11"]
@@ -183,11 +211,11 @@ def test_hybrid_asks_once_for_each_row_and_fills_a_store_that_can_be_read_and_go
 
 
 def test_generate_reads_the_store_and_leaves_it_alone(tmp_path):
-    filling = Kept(tmp_path, SPEC, fills=True)
-    asker(Verifier(), kept=filling).now("r0")
+    filling = RunStore(tmp_path, SPEC, fills=True)
+    maker(Verifier(), store=filling).make("r0")
     filling.close([])
     verifier = Verifier()
-    rows = ServedRows(asker(verifier, kept=Kept(tmp_path, SPEC, fills=False)), EXTENTS, 1000)
+    rows = ServedRows(maker(verifier, store=RunStore(tmp_path, SPEC, fills=False)), EXTENTS, 1000)
     for row_id in ("r0", "r1", "r1"):
         rows.read(row_id)
     assert verifier.asked == ["r1", "r1"]

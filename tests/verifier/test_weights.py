@@ -203,7 +203,13 @@ def test_the_vocabulary_padded_beyond_the_tokenizer_is_kept(tmp_path):
 
 def test_a_restricted_head_gives_the_same_logits_for_its_tokens():
     generator = torch.Generator().manual_seed(0)
-    head = VerifierHead(torch.ones(8), 1e-6, torch.randn(20, 8, generator=generator), 0.5, 3.0)
+    head = VerifierHead(
+        norm_weight=torch.ones(8),
+        norm_eps=1e-6,
+        weight=torch.randn(20, 8, generator=generator),
+        logit_scale=0.5,
+        logit_softcap=3.0,
+    )
     states = torch.randn(4, 8, generator=generator)
     ids = torch.tensor([2, 5, 19])
     whole = head.logits(head.normed(states))
@@ -211,7 +217,9 @@ def test_a_restricted_head_gives_the_same_logits_for_its_tokens():
 
 
 def test_the_norm_is_computed_in_float32_for_half_precision_and_in_float64_for_float64():
-    head = VerifierHead(torch.full((4,), 2.0), 1e-6, torch.eye(4), 1.0, None)
+    head = VerifierHead(
+        norm_weight=torch.full((4,), 2.0), norm_eps=1e-6, weight=torch.eye(4), logit_scale=1.0, logit_softcap=None
+    )
     half = head.to("cpu", torch.bfloat16)
     assert half.norm_weight.dtype == torch.float32
     assert half.normed(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 
 from peagle.cli.main import main
+from peagle.config import ServerSettings
 from peagle.data import Conversation
 from peagle.errors import EndpointError
 from peagle.verifier.source import GenerationSettings, Prompt, RowAnswer, RowRefused
-from peagle.vllm.answers import AnswerEndpoints, EndpointAnswers
-from peagle.vllm.client import RetryPolicy
+from peagle.vllm.answers import EndpointAnswers
 from tests.fakes import byte_tokenizer, tiny_verifier
 from tests.vllm.fake_vllm import VOCAB, FakeServer
 from tests.vllm.test_endpoint import verifier_config
 
-QUICK = RetryPolicy(timeout_s=10.0, max_retries=3, restart_wait_s=1.0)
+
+def quick(server: FakeServer) -> ServerSettings:
+    return ServerSettings(
+        endpoint=(server.url,), concurrency=4, request_timeout_s=10.0, max_retries=3, restart_wait_s=1.0
+    )
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def settings(**changes: object) -> GenerationSettings:
 
 
 def source(server: FakeServer, generation: GenerationSettings, name: str = "verifier") -> EndpointAnswers:
-    return EndpointAnswers(verifier_config(name), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK))
+    return EndpointAnswers(verifier_config(name), generation, quick(server), False)
 
 
 def run(src: EndpointAnswers, prompts: list[Prompt]) -> dict[str, RowAnswer | RowRefused]:
@@ -229,12 +233,20 @@ def as_chat(payload: dict[str, Any]) -> dict[str, Any]:
 def test_chats_are_rendered_by_the_server_and_kept_as_it_says(server: FakeServer) -> None:
     server.chats = as_chat
     generation = settings(tail_tokens=2)
-    made = EndpointAnswers(
-        verifier_config("verifier"), generation, AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
-    )
+    made = EndpointAnswers(verifier_config("verifier"), generation, quick(server), True)
     messages = ({"role": "system", "content": "sys"}, {"role": "user", "content": "hello"})
     tools = ({"type": "function", "function": {"name": "f"}},)
-    asked = Conversation("a", "x", "x", 1, messages, tools, {"enable_thinking": False}, (), ())
+    asked = Conversation(
+        row_id="a",
+        source="x",
+        origin="x",
+        line=1,
+        messages=messages,
+        tools=tools,
+        template_options={"enable_thinking": False},
+        next_turns=(),
+        repairs=(),
+    )
     found = run(made, [Prompt("a", [1, 1], 3, asked)])["a"]
     assert isinstance(found, RowAnswer)
     assert found.prompt_ids == [3, 5, 9]
@@ -251,10 +263,18 @@ def test_chats_are_rendered_by_the_server_and_kept_as_it_says(server: FakeServer
 
 def test_a_chat_server_that_does_not_say_what_it_rendered_is_refused(server: FakeServer) -> None:
     server.chats = lambda payload: {"choices": as_chat(payload)["choices"]}
-    made = EndpointAnswers(
-        verifier_config("verifier"), settings(), AnswerEndpoints((server.url,), None, None, 4, QUICK, is_chat=True)
+    made = EndpointAnswers(verifier_config("verifier"), settings(), quick(server), True)
+    asked = Conversation(
+        row_id="a",
+        source="x",
+        origin="x",
+        line=1,
+        messages=({"role": "user", "content": "hello"},),
+        tools=(),
+        template_options={},
+        next_turns=(),
+        repairs=(),
     )
-    asked = Conversation("a", "x", "x", 1, ({"role": "user", "content": "hello"},), (), {}, (), ())
     with pytest.raises(EndpointError, match="hold no token ids"):
         run(made, [Prompt("a", [1], 0, asked)])
 

@@ -5,20 +5,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from peagle.config import ServerSettings
 from peagle.data.records import TokenRow
 from peagle.errors import DiskError, EndpointError
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
-from peagle.vllm.client import RetryPolicy
-from peagle.vllm.states import EndpointSettings, EndpointSource
+from peagle.vllm.states import EndpointSource
 from tests.vllm.fake_vllm import HIDDEN, LAYERS, VOCAB, FakeServer, states_of
-
-QUICK = RetryPolicy(timeout_s=10.0, max_retries=3, restart_wait_s=1.0)
 
 
 @pytest.fixture
@@ -36,15 +35,26 @@ def verifier_config(name: str = "verifier") -> VerifierConfig:
 
 def rows(*lengths: int) -> list[TokenRow]:
     return [
-        TokenRow(f"row-{i}", "x", [(7 * i + k) % VOCAB for k in range(length)], [1] * length, False, 0)
+        TokenRow(
+            row_id=f"row-{i}",
+            source="x",
+            input_ids=[(7 * i + k) % VOCAB for k in range(length)],
+            loss_mask=[1] * length,
+            next_is_supervised=False,
+            tail_length=0,
+        )
         for i, length in enumerate(lengths)
     ]
+
+
+def waits(timeout_s: float, max_retries: int, restart_wait_s: float) -> dict[str, Any]:
+    return {"request_timeout_s": timeout_s, "max_retries": max_retries, "restart_wait_s": restart_wait_s}
 
 
 def source(
     server: FakeServer,
     *more: FakeServer,
-    policy: RetryPolicy = QUICK,
+    policy: dict[str, Any] | None = None,
     concurrency: int = 4,
     folder: Path | None = None,
     name: str = "verifier",
@@ -52,8 +62,15 @@ def source(
     check: bool = False,
 ) -> EndpointSource:
     urls = tuple(fake.url for fake in (server, *more))
-    settings = EndpointSettings(urls, None, None, concurrency, policy, folder or server.folder.parent)
-    return EndpointSource(verifier_config(name), aux, "float32", settings, "store", check)
+    return EndpointSource(
+        verifier=verifier_config(name),
+        aux_layer_ids=aux,
+        dtype="float32",
+        servers=ServerSettings(endpoint=urls, concurrency=concurrency, **(policy or waits(10.0, 3, 1.0))),
+        hidden_states_path=folder or server.folder.parent,
+        store="store",
+        check_all_positions=check,
+    )
 
 
 def run(src: EndpointSource, wanted: list[TokenRow]) -> dict[str, RowStates | RowRefused]:
@@ -162,7 +179,7 @@ def test_H09_a_dying_server_stops_the_run_and_keeps_what_came(server: FakeServer
         return None
 
     server.fault = dies
-    src = source(server, concurrency=1, policy=RetryPolicy(5.0, 8, 0.5))
+    src = source(server, concurrency=1, policy=waits(5.0, 8, 0.5))
     got: list[str] = []
     results = src.states(rows(*range(5, 15)), {f"row-{i}" for i in range(10)})
     with pytest.raises(EndpointError, match="same command"):
@@ -174,7 +191,7 @@ def test_H09_a_dying_server_stops_the_run_and_keeps_what_came(server: FakeServer
 
 def test_a_restarted_server_is_waited_for(tmp_path: Path) -> None:
     fake = FakeServer(tmp_path)
-    src = source(fake, policy=RetryPolicy(5.0, 3, 20.0), concurrency=2)
+    src = source(fake, policy=waits(5.0, 3, 20.0), concurrency=2)
     job = rows(*range(5, 15))
     results = src.states(job, {row.row_id for row in job})
     found = {r.row_id: r for r in (next(results), next(results))}
@@ -222,7 +239,7 @@ def test_H11_passing_answers_are_tried_again_and_refusals_are_not(server: FakeSe
 def test_retries_are_bounded(server: FakeServer) -> None:
     server.fault = lambda fake, number, payload: (503, {"message": "busy"}) if number > 1 else None
     with pytest.raises(EndpointError, match=r"status 503: busy \(tried 2 times\)"):
-        run(source(server, policy=RetryPolicy(5.0, 1, 1.0)), rows(5))
+        run(source(server, policy=waits(5.0, 1, 1.0)), rows(5))
 
 
 def test_another_refusal_than_of_a_row_stops_at_once(server: FakeServer) -> None:
@@ -245,7 +262,7 @@ def test_H12_a_late_answer_costs_one_try(server: FakeServer) -> None:
 
     server.fault = late
     job = rows(5)
-    src = source(server, policy=RetryPolicy(0.7, 2, 1.0))
+    src = source(server, policy=waits(0.7, 2, 1.0))
     assert_right(job[0], run(src, job)["row-0"])
     assert src.num_retries == 1
 
@@ -312,7 +329,7 @@ def test_several_endpoints_share_the_work_and_one_may_die(tmp_path: Path) -> Non
         time.sleep(0.01)
 
     one.fault = two.fault = slow
-    src = source(one, two, folder=tmp_path, policy=RetryPolicy(5.0, 3, 20.0))
+    src = source(one, two, folder=tmp_path, policy=waits(5.0, 3, 20.0))
     job = rows(*[5 + i % 20 for i in range(60)])
     results = src.states(job, {row.row_id for row in job})
     found = {result.row_id: result for result in (next(results) for _ in range(20))}
@@ -340,7 +357,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_the_run(
         "no list": "is it a vLLM server",
         "connector": "runs without peagle's hidden-states connector",
         "layers": r"hands out layers \[2, 3, 5, 8\], wanted are \[2, 4, 5, 8\]; start it with --target-",
-        "model": "serves verifier, but the rows are for owner/other",
+        "model": "serves verifier, not owner/other",
         "size": "serves another model, verifier, whose hidden_size is 16; verifier has 8",
         "dtype": "computes in bfloat16, wanted is float32; start it with `-- --dtype float32`",
         "folder": "both must see one folder",

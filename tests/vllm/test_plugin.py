@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from peagle.errors import EndpointError
+from peagle.errors import DiskError, EndpointError
 from peagle.vllm.launch import PLUGIN_FOLDER
 from peagle.vllm.plugin import peagle_vllm_writer as writer_module
 from peagle.vllm.plugin.peagle_vllm_writer import SAFE_NAME, ByteBudget, StatesWriter, sweep_temporary
-from peagle.vllm.states import StatesFolder, WriteFailedError
+from peagle.vllm.states import StatesFolder
 
 
 def writer(folder: Path) -> StatesWriter:
@@ -72,7 +72,7 @@ def test_a_failed_write_leaves_a_note_and_is_reported(tmp_path: Path, monkeypatc
     made.close()
     assert made.take_failures() == {"a": "OSError: [Errno 28] No space left on device"}
     assert made.take_failures() == {}
-    with pytest.raises(WriteFailedError, match="No space left"):
+    with pytest.raises(DiskError, match="No space left"):
         StatesFolder(tmp_path / "shared", "x").read("a", 1.0)
     assert list((tmp_path / "shared" / "in-flight").iterdir()) == []
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from peagle.data.records import TokenRow
+from peagle.layout.supervision import label_positions
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class StoredRow:
     """y_p after the last layer, BEFORE the final norm, [num_labels, hidden_size]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Packed pair slots. Everything here is already shifted: nothing downstream shifts again."""
 
@@ -56,13 +57,13 @@ class Batch:
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The same batch on `device`, states in `dtype`."""
         return Batch(
-            self.pair_ids.to(device),
-            self.aux_states.to(device, dtype),
-            self.rope_pos.to(device),
-            self.document_ids.to(device),
-            self.label_of_pair.to(device),
-            self.last_states.to(device, dtype),
-            self.row_ids,
+            pair_ids=self.pair_ids.to(device),
+            aux_states=self.aux_states.to(device, dtype),
+            rope_pos=self.rope_pos.to(device),
+            document_ids=self.document_ids.to(device),
+            label_of_pair=self.label_of_pair.to(device),
+            last_states=self.last_states.to(device, dtype),
+            row_ids=self.row_ids,
         )
 
 
@@ -85,11 +86,11 @@ def pack(rows: list[StoredRow], num_pairs: int | None) -> Batch:
         aux.append(stored.aux_states[:count])
         rope_pos.append(torch.arange(count))
         documents.append(torch.full((count,), document))
-        label_of_position = torch.full((len(row.input_ids),), -1, dtype=torch.int64)
-        label_of_position[stored.label_pos] = torch.arange(num_labels, num_labels + len(stored.label_pos))
-        mask = torch.tensor([*row.loss_mask, int(row.next_is_supervised)], dtype=torch.bool)
-        label_of_position[~(mask[:-1] & mask[1:])] = -1
-        labels.append(label_of_position[1:])
+        supervised_pos = torch.tensor(label_positions(row.loss_mask, row.next_is_supervised, 0), dtype=torch.int64)
+        is_target = torch.isin(stored.label_pos, supervised_pos)
+        label_of_pair = torch.full((count,), -1)
+        label_of_pair[stored.label_pos[is_target] - 1] = num_labels + is_target.nonzero()[:, 0]
+        labels.append(label_of_pair)
         last.append(stored.last_states)
         num_labels += len(stored.label_pos)
     total = sum(len(ids) for ids in pair_ids)
@@ -103,11 +104,11 @@ def pack(rows: list[StoredRow], num_pairs: int | None) -> Batch:
         documents.append(torch.full((padding,), -1))
         labels.append(torch.full((padding,), -1))
     return Batch(
-        torch.cat(pair_ids),
-        torch.cat(aux),
-        torch.cat(rope_pos),
-        torch.cat(documents),
-        torch.cat(labels),
-        torch.cat(last),
-        tuple(stored.row.row_id for stored in rows),
+        pair_ids=torch.cat(pair_ids),
+        aux_states=torch.cat(aux),
+        rope_pos=torch.cat(rope_pos),
+        document_ids=torch.cat(documents),
+        label_of_pair=torch.cat(labels),
+        last_states=torch.cat(last),
+        row_ids=tuple(stored.row.row_id for stored in rows),
     )

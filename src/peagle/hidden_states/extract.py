@@ -419,26 +419,30 @@ def open_source(
         PeagleError: the verifier cannot be loaded or reached, or its files do not give its own logits.
     """
     store = str(config.output.resolve()) + (f"#{rank}" if rank else "")
+    folder = config.hidden_states_path or config.output
     if config.endpoint:
-        from peagle.vllm.client import RetryPolicy
-        from peagle.vllm.states import EndpointSettings, EndpointSource
+        from peagle.vllm.states import EndpointSource
 
-        settings = EndpointSettings(
-            urls=config.endpoint,
-            api_key=config.api_key,
-            model=config.served_model_name,
-            concurrency=config.concurrency,
-            policy=RetryPolicy(config.request_timeout_s, config.max_retries, config.restart_wait_s),
-            hidden_states_path=config.hidden_states_path or config.output,
+        return EndpointSource(
+            verifier=verifier_config,
+            aux_layer_ids=spec.aux_layer_ids,
+            dtype=spec.dtype,
+            servers=config,
+            hidden_states_path=folder,
+            store=store,
+            check_all_positions=config.validate_outputs,
         )
-        return EndpointSource(verifier_config, spec.aux_layer_ids, spec.dtype, settings, store, config.validate_outputs)
     if config.backend == "vllm":
         from peagle.vllm.inprocess import InProcessSource
 
-        folder = config.hidden_states_path or config.output
-        arguments = config.extra_args
         return InProcessSource(
-            verifier_config, spec.aux_layer_ids, spec.dtype, folder, store, config.validate_outputs, arguments
+            verifier=verifier_config,
+            aux_layer_ids=spec.aux_layer_ids,
+            dtype=spec.dtype,
+            folder=folder,
+            store=store,
+            check_all_positions=config.validate_outputs,
+            vllm_arguments=config.extra_args,
         )
     from peagle.verifier.local import TransformersSource, TransformersVerifier
 

@@ -26,7 +26,7 @@ _HEADER_BYTES = 95  # of the safetensors header, per tensor
 _INDEX_BYTES = 370  # of the index, per row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowEntry:
     """A row in a shard's index."""
 
@@ -59,14 +59,14 @@ class RowEntry:
         """The entry that `row` has, or would have."""
         flags = [*row.loss_mask, int(row.next_is_supervised), row.tail_length]
         return RowEntry(
-            row.row_id,
-            row.source,
-            len(row.input_ids),
-            len(row.label_positions()),
-            row.next_is_supervised,
-            row.tail_length,
-            sha256_ids(row.input_ids),
-            sha256_ids(flags),
+            row_id=row.row_id,
+            source=row.source,
+            num_tokens=len(row.input_ids),
+            num_labels=len(row.label_positions()),
+            next_is_supervised=row.next_is_supervised,
+            tail_length=row.tail_length,
+            ids_sha256=sha256_ids(row.input_ids),
+            mask_sha256=sha256_ids(flags),
         )
 
     def stored_bytes(self, num_aux: int, hidden_size: int, itemsize: int) -> int:
@@ -114,7 +114,14 @@ class Shard:
                     return f"holds {len(handle.keys()) // len(PARTS)} rows, its index {len(self.rows)}"
                 for place, entry in enumerate(self.rows):
                     ids, mask = (handle.get_tensor(f"{name}.{place}").tolist() for name in PARTS[:2])
-                    row = TokenRow(entry.row_id, entry.source, ids, mask, entry.next_is_supervised, entry.tail_length)
+                    row = TokenRow(
+                        row_id=entry.row_id,
+                        source=entry.source,
+                        input_ids=ids,
+                        loss_mask=mask,
+                        next_is_supervised=entry.next_is_supervised,
+                        tail_length=entry.tail_length,
+                    )
                     if RowEntry.of(row) != entry:
                         return f"holds other tokens for row {entry.row_id} than its index says"
         except (SafetensorError, OSError, ValueError) as error:

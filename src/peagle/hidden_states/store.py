@@ -33,7 +33,7 @@ _SPEC_FILE = "store.json"
 _OPEN_SHARDS = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoreSpec:
     """What every row of a store has in common."""
 
@@ -203,7 +203,14 @@ class StoreReader:
         """
         entry = self.entry(row_id)
         ids, mask = (tensor.tolist() for tensor in self._tensors(row_id, PARTS[:2]))
-        row = TokenRow(row_id, entry.source, ids, mask, entry.next_is_supervised, entry.tail_length)
+        row = TokenRow(
+            row_id=row_id,
+            source=entry.source,
+            input_ids=ids,
+            loss_mask=mask,
+            next_is_supervised=entry.next_is_supervised,
+            tail_length=entry.tail_length,
+        )
         if RowEntry.of(row) != entry:
             raise _damaged(self._places[row_id][0], f"holds other tokens for row {row_id} than its index says")
         return row

@@ -305,7 +305,12 @@ class TransformersSource:
             for row, states, choice_pos in zip(members, passed, positions):
                 if row.row_id in wanted:
                     yield RowStates(
-                        row.row_id, row.input_ids, states.aux_states, states.last_states, choice_pos, states.choice_ids
+                        row_id=row.row_id,
+                        input_ids=row.input_ids,
+                        aux_states=states.aux_states,
+                        last_states=states.last_states,
+                        choice_pos=choice_pos,
+                        choice_ids=states.choice_ids,
                     )
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ _ROPE_KEYS_OF_OTHERS = ("mrope_section", "mrope_interleaved", "partial_rotary_fa
 _UNKNOWN_LENGTH = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VerifierConfig:
     """The verifier as numbers. Of a multimodal wrapper, its text model."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from peagle.data.records import Conversation, TokenRow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowStates:
     """What a verifier computed for one row, position by position, nothing shifted."""
 

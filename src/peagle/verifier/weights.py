@@ -53,7 +53,7 @@ _PACKED = {  # suffix of the tensor that replaces `.weight` -> name of the forma
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VerifierHead:
     """From `last_states` (before the norm) to the verifier's logits. Frozen: no gradient reaches it."""
 
@@ -94,22 +94,22 @@ class VerifierHead:
             ids: verifier ids of the pruned vocabulary, int64, [draft_vocab_size].
         """
         return VerifierHead(
-            self.norm_weight,
-            self.norm_eps,
-            self.weight[ids.to(self.weight.device)].contiguous(),
-            self.logit_scale,
-            self.logit_softcap,
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+            weight=self.weight[ids.to(self.weight.device)].contiguous(),
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> VerifierHead:
         """The head on `device` with its matrix in `dtype`; the norm stays in float32 (float64 if `dtype` is)."""
         norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         return VerifierHead(
-            self.norm_weight.to(device, norm_dtype),
-            self.norm_eps,
-            self.weight.to(device, dtype),
-            self.logit_scale,
-            self.logit_softcap,
+            norm_weight=self.norm_weight.to(device, norm_dtype),
+            norm_eps=self.norm_eps,
+            weight=self.weight.to(device, dtype),
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
         )
 
 
@@ -138,11 +138,11 @@ def load_head(verifier_config: VerifierConfig) -> VerifierHead:
             f"{verifier_config.name_or_path}: {norm_name} has shape {list(norm.shape)}, expected [{verifier_config.hidden_size}]"
         )
     return VerifierHead(
-        norm + 1.0 if verifier_config.norm_adds_one and not files.is_gguf else norm,
-        verifier_config.rms_norm_eps,
-        weight,
-        verifier_config.logit_scale,
-        verifier_config.logit_softcap,
+        norm_weight=norm + 1.0 if verifier_config.norm_adds_one and not files.is_gguf else norm,
+        norm_eps=verifier_config.rms_norm_eps,
+        weight=weight,
+        logit_scale=verifier_config.logit_scale,
+        logit_softcap=verifier_config.logit_softcap,
     )
 
 

@@ -14,83 +14,52 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from peagle.config import ServerSettings
 from peagle.data import Conversation
 from peagle.errors import EndpointError
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer, RowRefused
-from peagle.vllm.client import Endpoint, EndpointPool, RetryPolicy, RowRefusedError, in_parallel, is_same_model
+from peagle.vllm.client import REFUSALS_THAT_STOP, Endpoint, EndpointPool, RowRefusedError, in_parallel
 
 logger = logging.getLogger(__name__)
-
-REFUSALS_THAT_STOP = 20
-"""Prompts in a row that the server refused."""
-
-
-@dataclass(frozen=True)
-class AnswerEndpoints:
-    """Where answers come from, and how insistently."""
-
-    urls: tuple[str, ...]
-    api_key: str | None
-    model: str | None
-    """Name under which the verifier is served, if not its own; None: its own."""
-    concurrency: int
-    policy: RetryPolicy
-    is_chat: bool = False
-    """Send chats, which the server renders with its own template, rather than token ids."""
 
 
 class EndpointAnswers:
     """An `AnswerSource` over one or several servers of the same verifier.
 
     Args:
-        verifier_config: the verifier.
+        verifier: the model that is meant.
         generation: how answers are written.
-        endpoints: see `AnswerEndpoints`.
+        servers: where they are and how they are asked.
+        is_chat: send chats, which the server renders with its own template, rather than token ids.
 
     Raises:
         EndpointError: unreachable, not ready, another model, or a server that returns no token ids.
     """
 
     def __init__(
-        self, verifier_config: VerifierConfig, generation: GenerationSettings, endpoints: AnswerEndpoints
+        self, verifier: VerifierConfig, generation: GenerationSettings, servers: ServerSettings, is_chat: bool
     ) -> None:
-        self._generation, self._concurrency = generation, endpoints.concurrency
-        self._max_retries, self._is_chat = endpoints.policy.max_retries, endpoints.is_chat
-        made = [Endpoint(url, endpoints.api_key, endpoints.policy, endpoints.concurrency) for url in endpoints.urls]
-        self._pool = EndpointPool(made, endpoints.policy)
+        self._generation, self._servers, self._is_chat = generation, servers, is_chat
+        self.endpoints = [Endpoint(url, servers) for url in servers.endpoint]
+        self._pool = EndpointPool(self.endpoints, servers)
         try:
             limits = []
-            for endpoint in made:
-                served = endpoint.model(endpoints.model)
-                if endpoints.model is None and not is_same_model(
-                    verifier_config.name_or_path, (served.name, served.root)
-                ):
-                    raise EndpointError(
-                        f"{endpoint.root_url}: serves {served.root}, not {verifier_config.name_or_path}; if these are the same "
-                        f"weights, say so with --served-model-name {served.name}"
-                    )
-                limits.append(served.max_model_len or verifier_config.max_position_embeddings)
+            for endpoint in self.endpoints:
+                served = endpoint.model()
+                endpoint.require_model(verifier.name_or_path, served)
+                limits.append(served.max_model_len or verifier.max_position_embeddings)
         except BaseException:
             self.close()
             raise
-        self._max_tokens = min(limits)
-
-    @property
-    def max_tokens(self) -> int:
+        self.max_tokens = min(limits)
         """The servers' limit of prompt and answer together."""
-        return self._max_tokens
-
-    @property
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """The servers."""
-        return self._pool.endpoints
 
     def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[RowAnswer | RowRefused]:
         """See `AnswerSource.answers`."""
         jobs = (functools.partial(self._answer, prompt) for prompt in prompts if prompt.row_id in wanted)
         refused_in_a_row = 0
-        for result in in_parallel(jobs, self._concurrency, self._pool.close):
+        for result in in_parallel(jobs, self._servers.concurrency, self._pool.close):
             refused_in_a_row = refused_in_a_row + 1 if isinstance(result, RowRefused) else 0
             if isinstance(result, RowRefused) and refused_in_a_row >= REFUSALS_THAT_STOP:
                 raise EndpointError(f"{result.row_id}: {result.detail}; {REFUSALS_THAT_STOP} in a row, stopped")
@@ -104,12 +73,14 @@ class EndpointAnswers:
             prompt_ids: what the template in use here makes of it.
         """
         for endpoint in self.endpoints:
-            found = endpoint.chat_ids(_chat(conversation))
-            if found is None:
-                logger.debug("%s: does not tell how it renders a chat", endpoint.root_url)
-            elif found != prompt_ids:
-                place = next((i for i, (a, b) in enumerate(zip(found, prompt_ids)) if a != b), None)
-                where = f"from token {place} on" if place is not None else f"{len(found)} tokens, not {len(prompt_ids)}"
+            theirs = endpoint.chat_ids(_chat(conversation))
+            if theirs is None:
+                logger.debug("%s: does not say how it renders a chat", endpoint.root_url)
+            elif theirs != prompt_ids:
+                place = next((i for i, (a, b) in enumerate(zip(theirs, prompt_ids)) if a != b), None)
+                where = (
+                    f"from token {place} on" if place is not None else f"{len(theirs)} tokens, not {len(prompt_ids)}"
+                )
                 logger.warning(
                     "%s renders %s otherwise than the template in use here (%s): those who chat with it send other "
                     "prompts. Answer with the server's template (--chat-template FILE), or serve with this one",
@@ -122,34 +93,35 @@ class EndpointAnswers:
 
     def _answer(self, prompt: Prompt) -> RowAnswer | RowRefused:
         settings = self._generation
-        count = min(settings.max_new_tokens, self._max_tokens - len(prompt.input_ids))
+        count = min(settings.max_new_tokens, self.max_tokens - len(prompt.input_ids))
         rendered: list[int] | None = None
         try:
             if self._is_chat:
-                assert prompt.conversation is not None, "a chat is asked for by its conversation"
+                assert prompt.conversation is not None, "a chat needs its conversation"
                 chat = _chat(prompt.conversation)
                 if "tools" in chat:
                     # "auto", the servers' default, is refused where no tool parser was set up, and bends answers where
                     # one was. The template shows the tools all the same.
                     chat["tool_choice"] = "none"
-                said = self._ask(chat, count, prompt.seed, True)
-                rendered = said.prompt_ids
+                completion = self._complete(chat, count, prompt.seed, stops=True)
+                rendered = completion.prompt_ids
             else:
-                said = self._ask({"prompt": prompt.input_ids}, count, prompt.seed, True)
-            ids, context = said.ids, rendered or prompt.input_ids
-            tail: list[int] = []
-            room = min(settings.tail_tokens, self._max_tokens - len(context) - len(ids))
-            if room > 0:
-                tail = self._ask({"prompt": [*context, *ids]}, room, prompt.seed + 1, False).ids
+                completion = self._complete({"prompt": prompt.input_ids}, count, prompt.seed, stops=True)
+            context = [*(rendered or prompt.input_ids), *completion.ids]
+            tail_ids: list[int] = []
+            tail_length = min(settings.tail_tokens, self.max_tokens - len(context))
+            if tail_length > 0:
+                tail_ids = self._complete({"prompt": context}, tail_length, prompt.seed + 1, stops=False).ids
         except RowRefusedError as error:
             return RowRefused(prompt.row_id, "refused by the server", str(error))
-        return RowAnswer(prompt.row_id, Generation(ids, said.reason, tail), rendered)
+        return RowAnswer(prompt.row_id, Generation(completion.ids, completion.reason, tail_ids), rendered)
 
-    def _ask(self, asked: dict[str, Any], max_tokens: int, seed: int, stops: bool) -> _Said:
+    def _complete(self, request: dict[str, Any], max_tokens: int, seed: int, *, stops: bool) -> _Completion:
         """Generated ids, the end token included, and why they ended; for a chat ("messages") or ids ("prompt")."""
-        settings, is_chat = self._generation, "messages" in asked
+        # 1. the request
+        settings, is_chat = self._generation, "messages" in request
         payload: dict[str, Any] = {
-            **asked,
+            **request,
             "max_tokens": max_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p if settings.temperature > 0 else 1.0,
@@ -166,27 +138,30 @@ class EndpointAnswers:
         }
         if settings.temperature > 0:
             payload["seed"] = seed
-        for _ in range(self._max_retries + 1):
+        # 2. its answer, unless the server broke it off
+        for _ in range(self._servers.max_retries + 1):
             answer = self._pool.post("/v1/chat/completions" if is_chat else "/v1/completions", payload)
             try:
                 choice = answer.body["choices"][0]
-                found, reason = choice["token_ids"], str(choice["finish_reason"])
+                ids, reason = choice["token_ids"], str(choice["finish_reason"])
             except (KeyError, IndexError, TypeError):
-                found, reason = None, ""
+                ids, reason = None, ""
             if reason in ("abort", "error"):  # a server that stops, or drops a request: a part is no answer
                 self._pool.count_retry()
                 continue
             prompt_ids = answer.body.get("prompt_token_ids") if is_chat else []
-            if not isinstance(found, list) or not found or not isinstance(prompt_ids, list):
+            if not isinstance(ids, list) or not ids or not isinstance(prompt_ids, list):
                 raise EndpointError(f"{answer.url}: its answers hold no token ids; peagle needs vLLM 0.10.2 or newer")
             # "tool_calls" is what a tool parser calls an end of its own kind; any other reason is a cut.
             ended: Literal["stop", "length"] = "stop" if reason in ("stop", "tool_calls") else "length"
-            return _Said([int(i) for i in found], ended, [int(i) for i in prompt_ids])
-        raise EndpointError(f"{answer.url}: ended one answer early {self._max_retries + 1} times; see the server's log")
+            return _Completion([int(i) for i in ids], ended, [int(i) for i in prompt_ids])
+        raise EndpointError(
+            f"{answer.url}: ended one answer early {self._servers.max_retries + 1} times; see the server's log"
+        )
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Completion:
     """What came back for one request."""
 
     ids: list[int]
@@ -197,9 +172,9 @@ class _Said:
 
 def _chat(conversation: Conversation) -> dict[str, Any]:
     """A conversation as a chat server takes it."""
-    asked: dict[str, Any] = {"messages": list(conversation.messages)}
+    chat: dict[str, Any] = {"messages": list(conversation.messages)}
     if conversation.tools:
-        asked["tools"] = list(conversation.tools)
+        chat["tools"] = list(conversation.tools)
     if conversation.template_options:
-        asked["chat_template_kwargs"] = conversation.template_options
-    return asked
+        chat["chat_template_kwargs"] = conversation.template_options
+    return chat

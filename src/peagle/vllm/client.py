@@ -19,25 +19,18 @@ from typing import Any, TypeVar
 
 import httpx
 
+from peagle.config import ServerSettings
 from peagle.errors import EndpointError
 
 logger = logging.getLogger(__name__)
 
 PASSING_STATUS = frozenset({408, 409, 425, 429}) | frozenset(range(500, 600))
 _ROW_STATUS = frozenset({400, 413, 422})
+REFUSALS_THAT_STOP = 20
+"""Rows in a row that the servers refused: the fault is then plainly not in single rows."""
 _POLL_S = 0.5
 
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How long a client insists."""
-
-    timeout_s: float
-    """One request, from sending to the whole answer."""
-    max_retries: int
-    """Further tries after a passing answer or a timeout."""
-    restart_wait_s: float
-    """How long servers may be gone before the run stops."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -77,18 +70,16 @@ class Endpoint:
 
     Args:
         url: `http://host:port`, with or without `/v1`.
-        api_key: sent as a bearer token; None sends none.
-        policy: see `RetryPolicy`.
-        num_connections: requests that may be open at once.
+        servers: key, time limit, requests that may be open at once, and the name under which the model is served.
     """
 
-    def __init__(self, url: str, api_key: str | None, policy: RetryPolicy, num_connections: int) -> None:
+    def __init__(self, url: str, servers: ServerSettings) -> None:
         self.root_url = normal_url(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
-        timeout = httpx.Timeout(policy.timeout_s, connect=min(policy.timeout_s, 10.0))
+        headers = {"Authorization": f"Bearer {servers.api_key}"} if servers.api_key else {}
+        limits = httpx.Limits(max_connections=servers.concurrency, max_keepalive_connections=servers.concurrency)
+        timeout = httpx.Timeout(servers.request_timeout_s, connect=min(servers.request_timeout_s, 10.0))
         self._http = httpx.Client(headers=headers, limits=limits, timeout=timeout, trust_env=False)
-        self._policy = policy
+        self._servers = servers
         self.served_name = ""
         """The model's name in requests; set by `model`."""
         self.in_flight = 0
@@ -104,15 +95,13 @@ class Endpoint:
         except httpx.HTTPError:
             return False
 
-    def model(self, asked: str | None) -> ServedModel:
-        """Look up the served model, and send its name with each request from now on.
-
-        Args:
-            asked: a name to look for where several are served (adapters, aliases); None takes the first.
+    def model(self) -> ServedModel:
+        """Look up the served model (the first, unless `served_model_name` says which), and send its name from now on.
 
         Raises:
             EndpointError: unreachable, not ready, not an OpenAI-style server, or no model of that name.
         """
+        asked = self._servers.served_model_name
         url = f"{self.root_url}/v1/models"
         try:
             answer = self._http.get(url, timeout=10.0)
@@ -136,12 +125,31 @@ class Endpoint:
             served = []
         if not served:
             raise EndpointError(f"{url}: no list of models there (status {answer.status_code}); is it a vLLM server?")
-        found = [m for m in served if asked is None or asked in (m.name, m.root)]
-        if not found:
+        chosen = next((m for m in served if asked is None or asked in (m.name, m.root)), None)
+        if chosen is None:
             names = ", ".join(m.name for m in served)
             raise EndpointError(f"{self.root_url}: serves {names}, not {asked}")
-        self.served_name = found[0].name
-        return found[0]
+        self.served_name = chosen.name
+        return chosen
+
+    def require_model(self, name_or_path: str, served: ServedModel, *further_names: str) -> None:
+        """Refuse a server of another model, unless `served_model_name` vouches for it.
+
+        Args:
+            name_or_path: the model that is meant.
+            served: what the server says.
+            further_names: other names that it goes by there.
+
+        Raises:
+            EndpointError: none of the names is that model's.
+        """
+        if self._servers.served_model_name is None and not is_same_model(
+            name_or_path, (served.name, served.root, *further_names)
+        ):
+            raise EndpointError(
+                f"{self.root_url}: serves {served.root}, not {name_or_path}; if these are the same weights, say so "
+                f"with --served-model-name {served.name}"
+            )
 
     def get_text(self, path: str) -> str:
         """`GET` as text, for `/metrics`."""
@@ -176,7 +184,7 @@ class Endpoint:
         except httpx.TimeoutException as error:
             if isinstance(error, httpx.ConnectTimeout):
                 raise
-            raise _PassingError(f"no answer within {self._policy.timeout_s:g} s", None) from None
+            raise _PassingError(f"no answer within {self._servers.request_timeout_s:g} s", None) from None
         if answer.status_code == 200:
             try:
                 body = answer.json()
@@ -196,9 +204,9 @@ class Endpoint:
 class EndpointPool:
     """Several endpoints that serve the same model: each request goes to the least busy one that is there."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], policy: RetryPolicy) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], servers: ServerSettings) -> None:
         self.endpoints = tuple(endpoints)
-        self._policy = policy
+        self._servers = servers
         self._lock = threading.Lock()
         self._gone: dict[Endpoint, float] = {}  # endpoint -> when it was found gone
         self._looked_s: dict[Endpoint, float] = {}
@@ -225,11 +233,11 @@ class EndpointPool:
                 return Answer(endpoint.post_once(path, {"model": endpoint.served_name, **payload}), endpoint.root_url)
             except _PassingError as passing:
                 tries += 1
-                if tries > self._policy.max_retries:
+                if tries > self._servers.max_retries:
                     raise EndpointError(
                         f"{endpoint.root_url}: {passing} (tried {tries} times); run the same command again to go on"
                     ) from None
-                self._pause(min(passing.retry_after_s or 0.25 * 2**tries * (1 + random.random()), 60.0))
+                self._stopped.wait(min(passing.retry_after_s or 0.25 * 2**tries * (1 + random.random()), 60.0))
             except (httpx.TransportError, RuntimeError) as error:
                 if self._stopped.is_set():  # closed by another thread: httpx raises RuntimeError then
                     raise EndpointError("stopped") from None
@@ -237,7 +245,7 @@ class EndpointPool:
                     raise
                 self._lost(endpoint, error)
                 losses += 1
-                if losses > self._policy.max_retries + 1:  # does this very request bring the server down?
+                if losses > self._servers.max_retries + 1:  # does this very request bring the server down?
                     raise EndpointError(
                         f"{endpoint.root_url}: the connection was lost {losses} times during one request "
                         f"({type(error).__name__}); look at the server's log"
@@ -270,16 +278,18 @@ class EndpointPool:
                     looks, since = list(self._gone), max(self._gone.values())
             for endpoint in looks:
                 if endpoint.is_ready():
-                    self._returned(endpoint)
+                    with self._lock:
+                        if self._gone.pop(endpoint, None) is not None:
+                            logger.info("%s: back", endpoint.root_url)
             if there:
                 return chosen
-            if time.monotonic() - since > self._policy.restart_wait_s:
+            if time.monotonic() - since > self._servers.restart_wait_s:
                 names = ", ".join(endpoint.root_url for endpoint in self.endpoints)
                 raise EndpointError(
-                    f"{names}: gone for {self._policy.restart_wait_s:g} s; what is stored is kept. Start the server "
+                    f"{names}: gone for {self._servers.restart_wait_s:g} s; what is stored is kept. Start the server "
                     "again, then run the same command to go on"
                 )
-            self._pause(_POLL_S)
+            self._stopped.wait(_POLL_S)
 
     def _lost(self, endpoint: Endpoint, error: Exception) -> None:
         with self._lock:
@@ -287,18 +297,8 @@ class EndpointPool:
                 self._gone[endpoint] = time.monotonic()
                 logger.warning(
                     "%s: connection lost (%s); waiting up to %g s for it to come back",
-                    endpoint.root_url,
-                    type(error).__name__,
-                    self._policy.restart_wait_s,
-                )
-
-    def _returned(self, endpoint: Endpoint) -> None:
-        with self._lock:
-            if self._gone.pop(endpoint, None) is not None:
-                logger.info("%s: back", endpoint.root_url)
-
-    def _pause(self, seconds: float) -> None:
-        self._stopped.wait(seconds)
+                    endpoint.root_url, type(error).__name__, self._servers.restart_wait_s,
+                )  # fmt: skip
 
 
 def normal_url(url: str) -> str:
@@ -346,14 +346,8 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
     return float(value) if value.replace(".", "", 1).isdigit() else None
 
 
-# ---- Requests side by side: a bounded number under way, results as they come, everything ended when one fails.
-
-
-Result = TypeVar("Result")
-
-
 def in_parallel(jobs: Iterator[Callable[[], Result]], concurrency: int, abort: Callable[[], None]) -> Iterator[Result]:
-    """Run jobs in threads and yield their results in the order in which they end.
+    """Run jobs in threads, a bounded number at a time, and yield their results in the order in which they end.
 
     Args:
         jobs: taken one at a time, so that at most `concurrency` results are held at once.

@@ -13,32 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from peagle.data.records import TokenRow
-from peagle.errors import ConfigError, DiskError, VerifierError
-from peagle.files import is_disk_full
+from peagle.errors import ConfigError, VerifierError
 from peagle.verifier.model_config import VerifierConfig, first_line
 from peagle.verifier.source import RowRefused, RowStates
 from peagle.vllm.launch import PLUGIN_FOLDER, extraction_arguments, plugin_environment
-from peagle.vllm.states import GREEDY, StatesFolder, WriteFailedError, connector_answer, difference, split_layers
+from peagle.vllm.states import GREEDY, StatesFolder, connector_answer, own_choices, row_states, to_be_checked
 from peagle.vllm.support import detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
 
 _UNDER_WAY = 64  # bounds the files that wait while a shard is written
 _FILE_WAIT_S = 120.0
-_CHECKED_EVERY = 50
-_LONGEST_CHECKED = 4096
 
 
 class InProcessSource:
     """A `StateSource` over a vLLM engine of its own.
 
     Args:
-        verifier_config: the verifier.
+        verifier: the model.
         aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
         dtype: what the engine computes in ("auto", "float32", "bfloat16", "float16").
         folder: through which the engine hands its files over; a memory disk is fastest.
         store: identity of the result (its output path), for naming files.
-        check_all_positions: see `vllm_endpoint.EndpointSource`.
+        check_all_positions: see `states.EndpointSource`.
         vllm_arguments: vLLM's own flags (--tensor-parallel-size 2 ...).
 
     Raises:
@@ -48,7 +45,8 @@ class InProcessSource:
 
     def __init__(
         self,
-        verifier_config: VerifierConfig,
+        *,
+        verifier: VerifierConfig,
         aux_layer_ids: Sequence[int],
         dtype: str,
         folder: Path,
@@ -56,36 +54,31 @@ class InProcessSource:
         check_all_positions: bool,
         vllm_arguments: Sequence[str],
     ) -> None:
-        self._layers = (*aux_layer_ids, verifier_config.num_layers)
+        self._layers = (*aux_layer_ids, verifier.num_layers)
         self._check_all = check_all_positions
         self._folder = StatesFolder(folder, store)
         self._numbers = itertools.count()
         self._closed = False
-        self._engine = _start_engine(verifier_config, self._layers, dtype, self._folder.path, vllm_arguments)
-        self._max_tokens = int(self._engine.model_config.max_model_len) - 1
-        self._folder.sweep()
-
-    @property
-    def max_tokens(self) -> int:
+        self._engine = _start_engine(verifier, self._layers, dtype, self._folder.path, vllm_arguments)
+        self.max_tokens = int(self._engine.model_config.max_model_len) - 1
         """The engine's limit, less the one token that each request generates."""
-        return self._max_tokens
+        self._folder.sweep()
 
     def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates | RowRefused]:
         """See `StateSource`."""
         source = (row for row in rows if row.row_id in wanted)
         under_way: dict[str, TokenRow] = {}
-        asked = 0
+        number = 0
         while True:
             while len(under_way) < _UNDER_WAY and (row := next(source, None)) is not None:
                 name = self._folder.name(next(self._numbers))
-                checked = asked == 0 or (self._check_all and asked % _CHECKED_EVERY == 0)
                 try:
-                    self._ask(name, row, checked and len(row.input_ids) <= _LONGEST_CHECKED)
+                    self._ask(name, row, to_be_checked(row, number, self._check_all))
                 except ValueError as error:  # vLLM's own check of a prompt
                     yield RowRefused(row.row_id, "refused by vLLM", first_line(error))
                 else:
                     under_way[name] = row
-                asked += 1
+                number += 1
             if not under_way:
                 return
             for output in self._engine.step():
@@ -101,13 +94,13 @@ class InProcessSource:
                 core.shutdown()
             self._folder.sweep()
 
-    def _ask(self, name: str, row: TokenRow, checked: bool) -> None:
+    def _ask(self, name: str, row: TokenRow, is_checked: bool) -> None:
         from vllm import SamplingParams
 
         parameters = SamplingParams(
             max_tokens=1,
             **GREEDY,
-            prompt_logprobs=1 if checked else None,
+            prompt_logprobs=1 if is_checked else None,
             detokenize=False,
             extra_args={"kv_transfer_params": {"hidden_states_name": name}},
         )
@@ -115,24 +108,15 @@ class InProcessSource:
 
     def _result(self, row: TokenRow, output: Any) -> RowStates | RowRefused:
         connector = connector_answer(output.kv_transfer_params, "vLLM")
-        try:
-            found = self._folder.read(output.request_id, _FILE_WAIT_S)
-        except WriteFailedError as error:
-            if is_disk_full(error):
-                raise DiskError(f"{self._folder.path}: {error}; free some space and run again") from None
-            raise
-        if found.token_ids != row.input_ids:
-            return RowRefused(row.row_id, "the engine read other ids", difference(row.input_ids, found.token_ids))
-        if found.hidden_states.shape[0] != len(row.input_ids):
-            detail = f"{found.hidden_states.shape[0]} states for {len(row.input_ids)} ids"
-            return RowRefused(row.row_id, "states and ids differ in number", detail)
-        aux, last = split_layers(found.hidden_states, [connector["layer_ids"].index(i) for i in self._layers])
-        positions, ids = _choices(output, len(row.input_ids))
-        return RowStates(row.row_id, found.token_ids, aux, last, positions, ids)
+        served = self._folder.read(output.request_id, _FILE_WAIT_S)
+        order = [connector["layer_ids"].index(i) for i in self._layers]
+        ranks = [{token: value.rank for token, value in (of or {}).items()} for of in output.prompt_logprobs or []]
+        generated = output.outputs[0].token_ids if output.outputs else None
+        return row_states(row, served, order, own_choices(ranks, generated, len(row.input_ids)))
 
 
 def _start_engine(
-    verifier_config: VerifierConfig, layers: Sequence[int], dtype: str, folder: Path, vllm_arguments: Sequence[str]
+    verifier: VerifierConfig, layers: Sequence[int], dtype: str, folder: Path, vllm_arguments: Sequence[str]
 ) -> Any:
     engine = find_engine(None)
     os.environ.update(plugin_environment())  # for the processes that the engine starts
@@ -144,9 +128,9 @@ def _start_engine(
     from vllm.v1.engine.llm_engine import LLMEngine
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False, exit_on_error=False))
-    detour = [] if "--hf-overrides" in vllm_arguments else detour_arguments(engine, verifier_config.architectures)
-    arguments = ["--model", verifier_config.name_or_path, "--dtype", dtype, *detour, *vllm_arguments]
-    if verifier_config.trust_remote_code:
+    detour = [] if "--hf-overrides" in vllm_arguments else detour_arguments(engine, verifier.architectures)
+    arguments = ["--model", verifier.name_or_path, "--dtype", dtype, *detour, *vllm_arguments]
+    if verifier.trust_remote_code:
         arguments.append("--trust-remote-code")
     for key, value in extraction_arguments(layers, folder, 2, 1 << 30).items():
         arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
@@ -159,20 +143,5 @@ def _start_engine(
     try:
         return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
     except (RuntimeError, ValueError, OSError) as error:
-        name = verifier_config.name_or_path
-        raise VerifierError(f"{name}: vLLM {engine.version} does not start: {first_line(error)}") from error
-
-
-def _choices(output: Any, num_tokens: int) -> tuple[list[int], list[int]]:
-    """Positions and the verifier's own next tokens there."""
-    positions: list[int] = []
-    ids: list[int] = []
-    for index, entry in enumerate(output.prompt_logprobs or []):
-        top = [int(token) for token, value in (entry or {}).items() if value.rank == 1]
-        if top:
-            positions.append(index - 1)
-            ids.append(top[0])
-    if output.outputs and output.outputs[0].token_ids:
-        positions.append(num_tokens - 1)
-        ids.append(int(output.outputs[0].token_ids[0]))
-    return positions, ids
+        where = verifier.name_or_path
+        raise VerifierError(f"{where}: vLLM {engine.version} does not start: {first_line(error)}") from error

@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,57 +25,44 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from peagle.config import ServerSettings
 from peagle.data.records import TokenRow
-from peagle.errors import DiskError, EndpointError
+from peagle.errors import DiskError, EndpointError, PeagleError
 from peagle.files import is_disk_full
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
-from peagle.vllm.client import (
-    Answer,
-    Endpoint,
-    EndpointPool,
-    RetryPolicy,
-    RowRefusedError,
-    ServedModel,
-    in_parallel,
-    is_same_model,
-)
+from peagle.vllm.client import REFUSALS_THAT_STOP, Endpoint, EndpointPool, RowRefusedError, ServedModel, in_parallel
 
 logger = logging.getLogger(__name__)
 
 MISMATCHES_THAT_STOP = 3
 """Rows in a row that the server read otherwise than they were sent."""
-REFUSALS_THAT_STOP = 20
-"""Rows in a row that the server refused."""
+IN_FLIGHT = "in-flight"
+"""Folder below `--hidden-states-path` that holds only what is under way: that path may be the store's own folder."""
+GREEDY: dict[str, float] = {
+    "temperature": 0,
+    # A model's generation_config.json may hold penalties, which the server would apply to its choice.
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_OTHER_COUNT = "states and ids differ in number"
 _PROBE_IDS = [0, 1, 0]
 _PROBE_WAIT_S, _FILE_WAIT_S, _LEFTOVER_WAIT_S = 15.0, 60.0, 2.0
+_FIRST_LOOK_S, _SLOWEST_LOOK_S = 0.002, 0.1
 _CHECKED_EVERY = 50
 _LONGEST_CHECKED = 4096  # the server holds [num_tokens, vocab_size] log-probabilities for a row that is checked
-
-
-@dataclass(frozen=True)
-class EndpointSettings:
-    """Where states come from, and how insistently."""
-
-    urls: tuple[str, ...]
-    api_key: str | None
-    model: str | None
-    """Name under which the verifier is served, if not its own; None: its own."""
-    concurrency: int
-    """Requests under way at once, over all endpoints."""
-    policy: RetryPolicy
-    hidden_states_path: Path
-    """As given to `launch-vllm`, as this machine sees it."""
 
 
 class EndpointSource:
     """A `StateSource` over one or several servers of the same verifier.
 
     Args:
-        verifier_config: the verifier that the rows were prepared for.
+        verifier: the model that the rows were prepared for.
         aux_layer_ids: layers wanted, ascending; the last layer is always wanted too.
         dtype: "float32", "bfloat16" or "float16": what is to be stored; a server must not compute in less.
-        settings: see `EndpointSettings`.
+        servers: where they are and how they are asked.
+        hidden_states_path: as given to `launch-vllm`, as this machine sees it.
         store: identity of the result (its output path), for naming files.
         check_all_positions: compare a sample of rows at every position with the server's prompt log-probabilities
             (`--validate-outputs`). The first row always is, and the last position of every row.
@@ -86,34 +73,32 @@ class EndpointSource:
 
     def __init__(
         self,
-        verifier_config: VerifierConfig,
+        *,
+        verifier: VerifierConfig,
         aux_layer_ids: Sequence[int],
         dtype: str,
-        settings: EndpointSettings,
+        servers: ServerSettings,
+        hidden_states_path: Path,
         store: str,
         check_all_positions: bool,
     ) -> None:
-        self._verifier_config, self._dtype, self._settings = verifier_config, dtype, settings
-        self._wanted_layers = (*aux_layer_ids, verifier_config.num_layers)
+        self._verifier, self._dtype, self._servers = verifier, dtype, servers
+        self._wanted_layers = (*aux_layer_ids, verifier.num_layers)
         self._check_all = check_all_positions
-        self._folder = StatesFolder(settings.hidden_states_path, store)
+        self._folder = StatesFolder(hidden_states_path, store)
         self._numbers = itertools.count()
-        endpoints = [Endpoint(url, settings.api_key, settings.policy, settings.concurrency) for url in settings.urls]
-        self._pool = EndpointPool(endpoints, settings.policy)
+        endpoints = [Endpoint(url, servers) for url in servers.endpoint]
+        self._pool = EndpointPool(endpoints, servers)
         self._refused_in_a_row = self._mismatched_in_a_row = 0
         try:
             limits = [self._connect(endpoint) for endpoint in endpoints]
         except BaseException:
             self.close()
             raise
-        self._max_tokens = min(limits)
+        self.max_tokens = min(limits)
+        """The servers' limit, less the one token that each request generates."""
         if swept := self._folder.sweep():
             logger.info("removed %d files that an earlier run had left", swept)
-
-    @property
-    def max_tokens(self) -> int:
-        """The servers' limit, less the one token that each request generates."""
-        return self._max_tokens
 
     @property
     def num_retries(self) -> int:
@@ -124,11 +109,11 @@ class EndpointSource:
         """See `StateSource`. At most `concurrency` rows are held at once, so memory is bounded by it."""
         source = (row for row in rows if row.row_id in wanted)
         jobs = (
-            functools.partial(self._row, row, number == 0 or (self._check_all and number % _CHECKED_EVERY == 0))
+            functools.partial(self._row, row, to_be_checked(row, number, self._check_all))
             for number, row in enumerate(source)
         )
         # When it ends early, requests under way are dropped, and the server removes their files.
-        for result in in_parallel(jobs, self._settings.concurrency, self._pool.close):
+        for result in in_parallel(jobs, self._servers.concurrency, self._pool.close):
             self._watch(result)
             yield result
 
@@ -151,15 +136,15 @@ class EndpointSource:
 
     def _connect(self, endpoint: Endpoint) -> int:
         """Check one server by a tiny request; returns the longest row that it takes."""
-        served = endpoint.model(self._settings.model)
+        served = endpoint.model()
         name = self._folder.name(next(self._numbers))
-        probe = EndpointPool([endpoint], self._settings.policy)
+        probe = EndpointPool([endpoint], self._servers)
         answer = probe.post("/v1/completions", states_request(_PROBE_IDS, name, False))
         connector = connector_answer(answer.body.get("kv_transfer_params"), answer.url)
         try:
             self._check_server(endpoint, served, connector)
         except EndpointError:
-            with contextlib.suppress(EndpointError):  # its file may still be on its way: leave none behind
+            with contextlib.suppress(PeagleError):  # its file may still be on its way: leave none behind
                 self._folder.read(name, _LEFTOVER_WAIT_S)
             raise
         try:
@@ -169,18 +154,18 @@ class EndpointSource:
                 f"{endpoint.root_url}: its files are not seen here. It writes {connector.get('hidden_states_path')}, "
                 f"this machine looks in {self._folder.path}; both must see one folder (--hidden-states-path)"
             ) from None
-        limit = connector.get("max_model_len") or served.max_model_len or self._verifier_config.max_position_embeddings
+        limit = connector.get("max_model_len") or served.max_model_len or self._verifier.max_position_embeddings
         return int(limit) - 1
 
     def _check_server(self, endpoint: Endpoint, served: ServedModel, connector: dict[str, Any]) -> None:
         where = endpoint.root_url
         self._layer_order(connector, where)
         for key in ("num_layers", "hidden_size", "vocab_size"):
-            mine, its = getattr(self._verifier_config, key), connector.get(key)
+            mine, its = getattr(self._verifier, key), connector.get(key)
             if its is not None and int(its) != mine:
                 raise EndpointError(
                     f"{where}: serves another model, {served.root}, whose {key} is {its}; "
-                    f"{self._verifier_config.name_or_path} has {mine}"
+                    f"{self._verifier.name_or_path} has {mine}"
                 )
         its_dtype = str(connector.get("dtype", self._dtype))
         if its_dtype not in (self._dtype, "float32"):
@@ -188,46 +173,42 @@ class EndpointSource:
                 f"{where}: computes in {its_dtype}, wanted is {self._dtype}; start it with `-- --dtype {self._dtype}`, "
                 f"or extract with --dtype {its_dtype}"
             )
-        if self._settings.model is None and not is_same_model(
-            self._verifier_config.name_or_path, (served.name, served.root, str(connector.get("model", "")))
-        ):
-            raise EndpointError(
-                f"{where}: serves {served.root}, but the rows are for {self._verifier_config.name_or_path}; if these are the "
-                f"same weights, say so with --served-model-name {served.name}"
-            )
+        endpoint.require_model(self._verifier.name_or_path, served, str(connector.get("model", "")))
 
-    def _row(self, row: TokenRow, checked: bool) -> RowStates | RowRefused:
+    def _row(self, row: TokenRow, is_checked: bool) -> RowStates | RowRefused:
         """Ask for one row until it is right, within bounds."""
-        checked = checked and len(row.input_ids) <= _LONGEST_CHECKED
-        trouble: EndpointError | None = None
-        for attempt in range(self._settings.policy.max_retries + 1):
+        trouble: EndpointError | RowRefused | None = None
+        for attempt in range(self._servers.max_retries + 1):
             if trouble is not None:
                 logger.debug("row %s, try %d failed: %s", row.row_id, attempt, trouble)
                 self._pool.count_retry()
             name = self._folder.name(next(self._numbers))
+            # 1. the request
             try:
-                answer = self._pool.post("/v1/completions", states_request(row.input_ids, name, checked))
+                answer = self._pool.post("/v1/completions", states_request(row.input_ids, name, is_checked))
             except RowRefusedError as error:
                 return RowRefused(row.row_id, "refused by the server", str(error))
             connector = connector_answer(answer.body.get("kv_transfer_params"), answer.url)
+            # 2. its file
             try:
-                found = self._folder.read(name, _FILE_WAIT_S)
+                served = self._folder.read(name, _FILE_WAIT_S)
             except WriteFailedError as error:
-                if is_disk_full(error):
-                    raise DiskError(f"{self._folder.path}: {error}; free some space and run again") from None
                 trouble = error
                 continue
             except MissingFileError as error:
                 reason = (connector.get("failed_writes") or {}).get(name)
                 trouble = WriteFailedError(f"{error}: {reason}") if reason else error
                 continue
-            if found.token_ids != row.input_ids:
-                return RowRefused(row.row_id, "the server read other ids", difference(row.input_ids, found.token_ids))
-            if found.hidden_states.shape[0] == len(row.input_ids):
-                return self._result(row, answer, connector, found)
-            trouble = _RowsError(f"{found.hidden_states.shape[0]} states for {len(row.input_ids)} ids")
-        if isinstance(trouble, _RowsError):
-            return RowRefused(row.row_id, "states and ids differ in number", str(trouble))
+            # 3. both together
+            choice = answer.body["choices"][0]
+            ranks = [{i: v.get("rank") for i, v in (of or {}).items()} for of in choice.get("prompt_logprobs") or []]
+            choices = own_choices(ranks, choice.get("token_ids"), len(row.input_ids))
+            result = row_states(row, served, self._layer_order(connector, answer.url), choices)
+            if isinstance(result, RowStates) or result.reason != _OTHER_COUNT:
+                return result
+            trouble = result
+        if isinstance(trouble, RowRefused):
+            return trouble
         raise trouble or EndpointError(f"row {row.row_id}: no states")
 
     def _layer_order(self, connector: dict[str, Any], where: str) -> list[int]:
@@ -241,11 +222,6 @@ class EndpointSource:
             )
         return [has.index(i) for i in self._wanted_layers]
 
-    def _result(self, row: TokenRow, answer: Answer, connector: dict[str, Any], found: ServedStates) -> RowStates:
-        aux, last = split_layers(found.hidden_states, self._layer_order(connector, answer.url))
-        positions, ids = choices(answer.body, len(row.input_ids))
-        return RowStates(row.row_id, found.token_ids, aux, last, positions, ids)
-
     def _watch(self, result: RowStates | RowRefused) -> None:
         """Stop where the fault is plainly not in single rows."""
         if isinstance(result, RowStates):
@@ -257,18 +233,6 @@ class EndpointSource:
             raise EndpointError(f"row {result.row_id}: {result.detail}; {MISMATCHES_THAT_STOP} rows in a row, stopped")
         if self._refused_in_a_row >= REFUSALS_THAT_STOP:
             raise EndpointError(f"row {result.row_id}: {result.detail}; {REFUSALS_THAT_STOP} rows in a row, stopped")
-
-
-class _RowsError(EndpointError):
-    """A file with more or fewer states than ids."""
-
-
-# ---- The client's side of the folder through which a vLLM server hands over hidden states.
-
-
-IN_FLIGHT = "in-flight"
-"""Folder below `--hidden-states-path` that holds only what is under way: that path may be the store's own folder."""
-_FIRST_LOOK_S, _SLOWEST_LOOK_S = 0.002, 0.1
 
 
 class WriteFailedError(EndpointError):
@@ -306,37 +270,22 @@ class StatesFolder:
         """Name for the `number`-th request of this run; never given twice."""
         return f"{self._store}-{self._run}-{number}"
 
-    def wait(self, name: str, timeout_s: float) -> Path:
-        """Wait for a file to appear whole.
-
-        Raises:
-            WriteFailedError: the server could not write it.
-            MissingFileError: nothing came in time.
-        """
-        path = self.path / f"{name}.safetensors"
-        note = path.with_name(path.name + ".error")
-        deadline_s = time.monotonic() + timeout_s
-        pause_s = _FIRST_LOOK_S
-        while not path.exists():
-            if note.exists():
-                raise WriteFailedError(_reason(note))
-            if time.monotonic() > deadline_s:
-                raise MissingFileError(f"{path}: did not appear within {timeout_s:g} s of the server's answer")
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _SLOWEST_LOOK_S)
-        return path
-
     def read(self, name: str, timeout_s: float) -> ServedStates:
         """Wait for a file, read it and delete it, whatever comes of it.
 
         Raises:
-            WriteFailedError, MissingFileError: see `wait`.
+            WriteFailedError: the server could not write it.
+            DiskError: because its disk is full.
+            MissingFileError: nothing came in time.
             EndpointError: the file is damaged.
         """
         try:
-            path = self.wait(name, timeout_s)
-            tensors = load_file(path)
+            tensors = load_file(self._wait(name, timeout_s))
             return ServedStates(tensors["hidden_states"], tensors["token_ids"].tolist())
+        except WriteFailedError as error:
+            if is_disk_full(error):
+                raise DiskError(f"{self.path}: {error}; free some space and run again") from None
+            raise
         except (SafetensorError, KeyError, OSError) as error:
             raise EndpointError(f"{self.path / name}: damaged file from the server: {error}") from None
         finally:
@@ -362,28 +311,32 @@ class StatesFolder:
                 removed += 1
         return removed
 
-
-def _reason(note: Path) -> str:
-    try:
-        text = note.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        text = ""
-    return f"the server could not write hidden states: {text or 'no reason given; is its disk full?'}"
-
-
-# ---- One row's request to vLLM for hidden states, and what comes back, the same for a server and in process.
-
-
-GREEDY: dict[str, float] = {
-    "temperature": 0,
-    # A model's generation_config.json may hold penalties, which the server would apply to its choice.
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
+    def _wait(self, name: str, timeout_s: float) -> Path:
+        """Wait for a file to appear whole."""
+        path = self.path / f"{name}.safetensors"
+        note = path.with_name(path.name + ".error")
+        deadline_s = time.monotonic() + timeout_s
+        pause_s, reason = _FIRST_LOOK_S, ""
+        while not path.exists():
+            if note.exists():
+                with contextlib.suppress(OSError):
+                    reason = note.read_text(encoding="utf-8", errors="replace").strip()
+                reason = reason or "no reason given; is its disk full?"
+                raise WriteFailedError(f"the server could not write hidden states: {reason}")
+            if time.monotonic() > deadline_s:
+                raise MissingFileError(f"{path}: did not appear within {timeout_s:g} s of the server's answer")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _SLOWEST_LOOK_S)
+        return path
 
 
-def states_request(ids: list[int], name: str, checked: bool) -> dict[str, Any]:
+def to_be_checked(row: TokenRow, number: int, check_all: bool) -> bool:
+    """Whether vLLM is asked for its own choice at every position of the `number`-th row: the first, or a sample."""
+    is_chosen = number == 0 or (check_all and number % _CHECKED_EVERY == 0)
+    return is_chosen and len(row.input_ids) <= _LONGEST_CHECKED
+
+
+def states_request(ids: list[int], name: str, is_checked: bool) -> dict[str, Any]:
     """A completion of one token whose prompt's states are stored under `name`."""
     payload = {
         "prompt": ids,
@@ -392,7 +345,7 @@ def states_request(ids: list[int], name: str, checked: bool) -> dict[str, Any]:
         "return_token_ids": True,
         "kv_transfer_params": {"hidden_states_name": name},
     }
-    return {**payload, "prompt_logprobs": 1} if checked else payload
+    return {**payload, "prompt_logprobs": 1} if is_checked else payload
 
 
 def connector_answer(answer: Any, where: str) -> dict[str, Any]:
@@ -411,43 +364,58 @@ def connector_answer(answer: Any, where: str) -> dict[str, Any]:
     return answer
 
 
-def difference(sent: list[int], read: list[int]) -> str:
-    """Where the ids that a server read part from those that were sent."""
-    first = next((i for i, (a, b) in enumerate(zip(sent, read)) if a != b), min(len(sent), len(read)))
-    return (
-        f"the server read {len(read)} ids, sent were {len(sent)}; first difference at index {first} (sent "
-        f"{sent[first : first + 1]}, read {read[first : first + 1]})"
+def row_states(
+    row: TokenRow, served: ServedStates, order: list[int], choices: tuple[list[int], list[int]]
+) -> RowStates | RowRefused:
+    """A row's states, if what was served is this row's.
+
+    Args:
+        row: what was sent.
+        served: what came back.
+        order: places of the auxiliary layers, ascending layer id, then of the last layer.
+        choices: see `own_choices`.
+    """
+    sent, read, states = row.input_ids, served.token_ids, served.hidden_states
+    if read != sent:
+        first = next((i for i, (a, b) in enumerate(zip(sent, read)) if a != b), min(len(sent), len(read)))
+        detail = (
+            f"the server read {len(read)} ids, {len(sent)} were sent; first difference at index {first} (sent "
+            f"{sent[first : first + 1]}, read {read[first : first + 1]})"
+        )
+        return RowRefused(row.row_id, "the server read other ids", detail)
+    if states.shape[0] != len(sent):
+        return RowRefused(row.row_id, _OTHER_COUNT, f"{states.shape[0]} states for {len(sent)} ids")
+    aux_places, first = order[:-1], order[0]
+    is_run = aux_places == list(range(first, first + len(aux_places)))
+    aux = states[:, first : first + len(aux_places)] if is_run else states[:, aux_places]
+    # One copy each, into memory of their own: what was served may be mapped from a file.
+    aux_states = aux.clone(memory_format=torch.contiguous_format).flatten(1)
+    return RowStates(
+        row_id=row.row_id,
+        input_ids=read,
+        aux_states=aux_states,
+        last_states=states[:, order[-1]].clone(),
+        choice_pos=choices[0],
+        choice_ids=choices[1],
     )
 
 
-def split_layers(hidden_states: Tensor, order: list[int]) -> tuple[Tensor, Tensor]:
-    """[num_tokens, num_layers, hidden_size] to (aux_states, last_states), both in memory of their own.
+def own_choices(
+    ranks: Sequence[Mapping[Any, int | None]], generated: Sequence[int] | None, num_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Positions, and the verifier's own next tokens there, as far as a completion says.
 
     Args:
-        hidden_states: as served.
-        order: places of the auxiliary layers, ascending layer id, then of the last layer.
+        ranks: token -> rank for each position of the prompt, of the token there; empty where it was not asked for.
+        generated: the completion's tokens.
+        num_tokens: of the prompt.
     """
-    aux_places = order[:-1]
-    first = aux_places[0]
-    if aux_places == list(range(first, first + len(aux_places))):
-        aux = hidden_states[:, first : first + len(aux_places)]
-    else:
-        aux = hidden_states[:, aux_places]
-    # One copy each, into memory of their own: what was served may be mapped from a file.
-    return aux.clone(memory_format=torch.contiguous_format).flatten(1), hidden_states[:, order[-1]].clone()
-
-
-def choices(answer: dict[str, Any], num_tokens: int) -> tuple[list[int], list[int]]:
-    """Positions and the verifier's own next tokens there, as far as a completion tells."""
-    choice = answer["choices"][0]
-    positions: list[int] = []
-    ids: list[int] = []
-    for index, entry in enumerate(choice.get("prompt_logprobs") or []):
-        top = [int(token) for token, value in (entry or {}).items() if value.get("rank") == 1]
+    positions, ids = [], []
+    for index, of_token in enumerate(ranks):
+        top = [int(token) for token, rank in of_token.items() if rank == 1]
         if top:
             positions.append(index - 1)
             ids.append(top[0])
-    generated = choice.get("token_ids")
     if generated:
         positions.append(num_tokens - 1)
         ids.append(int(generated[0]))

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import torch
 
+from peagle.config import ServerSettings
 from peagle.data.records import TokenRow
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import config_for
@@ -17,15 +18,18 @@ from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import GenerationSettings, Prompt, RowStates
 from peagle.verifier.weights import load_embedding, load_head
-from peagle.vllm.answers import AnswerEndpoints
-from peagle.vllm.client import RetryPolicy
-from peagle.vllm.states import EndpointSettings, EndpointSource
+from peagle.vllm.states import EndpointSource
 from tests.vllm.support.decoding import our_passes
 from tests.vllm.support.engines import server
 from tests.vllm.support.states import mixed_rows, toy, worst_error
 
-POLICY = RetryPolicy(120.0, 2, 5.0)
 DEPTH = 3
+
+
+def servers(url: str, concurrency: int) -> ServerSettings:
+    return ServerSettings(
+        endpoint=(url,), concurrency=concurrency, request_timeout_s=120.0, max_retries=2, restart_wait_s=5.0
+    )
 
 
 @pytest.mark.parametrize(("flag", "num_writers"), [("--tensor-parallel-size", 1), ("--data-parallel-size", 2)])
@@ -35,7 +39,12 @@ def test_states_are_transformers_and_each_file_has_one_writer(work: Path, flag: 
     verifier_config = load_verifier_config(str(model), False)
     aux = resolve_aux_layer_ids(verifier_config.num_layers, None)
     ids = mixed_rows(48, 260, 300, 1)
-    rows = [TokenRow(str(i), "x", row, [1] * len(row), False, 0) for i, row in enumerate(ids)]
+    rows = [
+        TokenRow(
+            row_id=str(i), source="x", input_ids=row, loss_mask=[1] * len(row), next_is_supervised=False, tail_length=0
+        )
+        for i, row in enumerate(ids)
+    ]
     arguments = [
         "launch-vllm",
         str(model),
@@ -46,8 +55,15 @@ def test_states_are_transformers_and_each_file_has_one_writer(work: Path, flag: 
         "128",
     ]
     with server([*arguments, flag, "2"], log, several=True) as (_, url):
-        settings = EndpointSettings((url,), None, None, 16, POLICY, shared)
-        source = EndpointSource(verifier_config, aux, "float32", settings, "parallel", False)
+        source = EndpointSource(
+            verifier=verifier_config,
+            aux_layer_ids=aux,
+            dtype="float32",
+            servers=servers(url, 16),
+            hidden_states_path=shared,
+            store="parallel",
+            check_all_positions=False,
+        )
         found = {one.row_id: one for one in source.states(rows, {row.row_id for row in rows})}
         source.close()
         metrics = httpx.get(f"{url}/metrics", timeout=10).text
@@ -76,7 +92,7 @@ def test_counters_of_two_engines_add_up_to_what_our_engine_counts(work: Path, tm
             verifier_config, speculators_model_type="peagle", layer_type="llama", num_layers=1, intermediate_size=None,
             num_speculative_tokens=DEPTH, aux_layer_ids=resolve_aux_layer_ids(verifier_config.num_layers, None),
             draft_vocab_size=None, mask_token_id=verifier_config.vocab_size - 1, norm_before_residual=False,
-            norm_before_fc=False,
+            norm_before_fc=False, norm_output=False,
         )
     )  # fmt: skip
     with torch.no_grad():
@@ -89,7 +105,7 @@ def test_counters_of_two_engines_add_up_to_what_our_engine_counts(work: Path, tm
         settings = GenerationSettings(
             max_new_tokens=24, eos_ids=verifier_config.eos_token_ids, temperature=0.0, top_p=1.0, tail_tokens=0
         )
-        measured = ServedDrafter(verifier_config, settings, AnswerEndpoints((url,), None, None, 8, POLICY))
+        measured = ServedDrafter(verifier_config, settings, servers(url, 8))
         run = measured.run([Prompt(str(i), ids, 0) for i, ids in enumerate(prompts)])
         measured.close()
         metrics = httpx.get(f"{url}/metrics", timeout=10).text

@@ -15,12 +15,12 @@ import torch
 
 from peagle import embedded
 from peagle.cli.main import main
+from peagle.config import ServerSettings
 from peagle.errors import EndpointError
 from peagle.hidden_states.store import StoreReader
 from peagle.verifier.model_config import load_verifier_config
-from peagle.vllm import states as vllm_endpoint
-from peagle.vllm.client import RetryPolicy
-from peagle.vllm.states import EndpointSettings, EndpointSource
+from peagle.vllm import states as states_module
+from peagle.vllm.states import EndpointSource
 from tests.fakes import random_row
 from tests.vllm.fake_vllm import FakeServer
 from tests.vllm.real.conftest import questions
@@ -169,15 +169,24 @@ def test_no_file_stays_behind(runs: Runs) -> None:
 
 
 def source(runs: Runs, aux: tuple[int, ...] = (2, 4, 5), folder: Path | None = None) -> EndpointSource:
-    settings = EndpointSettings((runs.url,), None, None, 4, RetryPolicy(60.0, 2, 5.0), folder or runs.work / "shared")
-    return EndpointSource(load_verifier_config(str(runs.verifier), False), aux, "float32", settings, "tests", False)
+    return EndpointSource(
+        verifier=load_verifier_config(str(runs.verifier), False),
+        aux_layer_ids=aux,
+        dtype="float32",
+        servers=ServerSettings(
+            endpoint=(runs.url,), concurrency=4, request_timeout_s=60.0, max_retries=2, restart_wait_s=5.0
+        ),
+        hidden_states_path=folder or runs.work / "shared",
+        store="tests",
+        check_all_positions=False,
+    )
 
 
 REFUSALS = {
     "wrong layers": r"hands out layers \[2, 4, 5, 8\], wanted are \[1, 4, 5, 8\]; start it with --target-layer-ids 1 4",
     "folder not shared": "its files are not seen here.*both must see one folder",
     "another model": "serves another model, .* whose hidden_size is 192",
-    "another model of that size": "but the rows are for .*/other; if these are the same weights, say so with --served",
+    "another model of that size": "not .*/other; if these are the same weights, say so with --served",
     "unreachable": "nobody answers there; start a server",
     "not ready": r"not ready \(503\); wait until the model is loaded",
     "no vLLM": "no list of models there .* is it a vLLM server",
@@ -286,7 +295,7 @@ def test_an_aborted_request_leaves_no_file_and_a_healthy_server(runs: Runs) -> N
 
 
 def test_a_write_that_fails_reaches_the_client(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_endpoint, "_FILE_WAIT_S", 2.0)
+    monkeypatch.setattr(states_module, "_FILE_WAIT_S", 2.0)
     src = source(runs)
     folder = runs.work / "shared" / "in-flight"
     folder.rmdir()  # neither the file nor its note can be written: only later answers can tell

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from peagle import embedded
+from peagle.config import ServerSettings
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import config_for
 from peagle.drafter.network import Drafter
@@ -20,8 +21,6 @@ from peagle.serve.config import CheckConfig
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.source import GenerationSettings, Prompt
 from peagle.verifier.weights import load_embedding, load_head
-from peagle.vllm.answers import AnswerEndpoints
-from peagle.vllm.client import RetryPolicy
 from peagle.vllm.support import engine_here
 from tests.vllm.real.conftest import questions
 from tests.vllm.support.commands import must, peagle
@@ -120,8 +119,10 @@ def test_the_counters_of_a_served_drafter_are_those_of_our_engine(
     settings = GenerationSettings(
         max_new_tokens=32, eos_ids=verifier_config.eos_token_ids, temperature=0.0, top_p=1.0, tail_tokens=0
     )
-    endpoints = AnswerEndpoints((served,), None, None, 4, RetryPolicy(120.0, 2, 5.0))
-    measured = ServedDrafter(verifier_config, settings, endpoints)
+    servers = ServerSettings(
+        endpoint=(served,), concurrency=4, request_timeout_s=120.0, max_retries=2, restart_wait_s=5.0
+    )
+    measured = ServedDrafter(verifier_config, settings, servers)
     run = measured.run([Prompt(str(i), ids, 0) for i, ids in enumerate(some)])
     measured.close()
     ours = our_passes(verifier, drafter, some, 32, DEPTH, verifier_config.eos_token_ids)
@@ -165,6 +166,7 @@ def test_every_kind_of_checkpoint_drafts_as_in_our_engine(
         "mask_token_id": verifier_config.vocab_size - 1,
         "norm_before_residual": False,
         "norm_before_fc": False,
+        "norm_output": False,
     }
     config = config_for(verifier_config, **(settings | VARIANTS[variant]))
     torch.manual_seed(0)

@@ -24,10 +24,20 @@ def states(job: dict[str, Any]) -> dict[str, Any]:
     from peagle.verifier.source import RowRefused
     from peagle.vllm.inprocess import InProcessSource
 
-    rows = [TokenRow(str(i), "x", ids, [1] * len(ids), False, 0) for i, ids in enumerate(job["rows"])]
-    verifier_config = load_verifier_config(job["model"], False)
+    rows = [
+        TokenRow(
+            row_id=str(i), source="x", input_ids=ids, loss_mask=[1] * len(ids), next_is_supervised=False, tail_length=0
+        )
+        for i, ids in enumerate(job["rows"])
+    ]
     source = InProcessSource(
-        verifier_config, job["aux"], job["dtype"], Path(job["folder"]), job["output"], True, job["arguments"]
+        verifier=load_verifier_config(job["model"], False),
+        aux_layer_ids=job["aux"],
+        dtype=job["dtype"],
+        folder=Path(job["folder"]),
+        store=job["output"],
+        check_all_positions=True,
+        vllm_arguments=job["arguments"],
     )
     tensors = {}
     refused = {}
