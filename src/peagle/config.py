@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from peagle import embedded
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, one_line
 
 Config = TypeVar("Config", bound="StageConfig")
 
@@ -112,7 +112,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: not YAML: {one_line(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
     if values is None:

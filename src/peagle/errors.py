@@ -6,6 +6,11 @@ A message says what and where, what was found against what was expected, and wha
 from __future__ import annotations
 
 
+def one_line(error: BaseException) -> str:
+    """An error's text in one line of at most 300 characters, for the end of a message of our own."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 class PeagleError(Exception):
     """A user's mistake, or a fault of their machine, that one clear line explains."""
 

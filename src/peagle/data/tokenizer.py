@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peagle.errors import VerifierError
+from peagle.errors import VerifierError, one_line
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
@@ -27,7 +27,7 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers and hub clients raise bare Exceptions
-        raise VerifierError(f"{name_or_path}: the tokenizer cannot be loaded ({_first_line(error)})") from None
+        raise VerifierError(f"{name_or_path}: the tokenizer cannot be loaded ({one_line(error)})") from None
 
 
 def load_vocab_size(name_or_path: str, trust_remote_code: bool) -> int:
@@ -43,7 +43,7 @@ def load_vocab_size(name_or_path: str, trust_remote_code: bool) -> int:
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
         size = config.get_text_config().vocab_size
     except Exception as error:
-        raise VerifierError(f"{name_or_path}: config.json gives no vocabulary size ({_first_line(error)})") from None
+        raise VerifierError(f"{name_or_path}: config.json gives no vocabulary size ({one_line(error)})") from None
     if not isinstance(size, int) or size < 1:
         raise VerifierError(f"{name_or_path}: config.json has vocab_size {size!r}, expected a positive number")
     return size
@@ -63,7 +63,3 @@ def _need_folder(name_or_path: str) -> None:
     looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if looks_like_path and not Path(name_or_path).is_dir():
         raise VerifierError(f"{name_or_path}: no such folder")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

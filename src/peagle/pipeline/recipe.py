@@ -13,7 +13,7 @@ from pydantic import Field
 
 from peagle import embedded
 from peagle.config import StageConfig, read_yaml
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, one_line
 from peagle.vllm.config import LaunchConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -262,7 +262,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
     try:
         target[last] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {change}: the value is not YAML ({str(error).splitlines()[0]})") from None
+        raise ConfigError(f"--set {change}: the value is not YAML ({one_line(error)})") from None
 
 
 def _unlabelled(name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from peagle.drafter.card import CARD, card, run_facts
 from peagle.drafter.checkpoint import CONFIG, find, read_config, read_weights
 from peagle.drafter.model_config import DrafterConfig
-from peagle.errors import CheckpointError, ConfigError
+from peagle.errors import CheckpointError, ConfigError, one_line
 from peagle.evaluate.counts import card_section
 from peagle.files import whole_folder
 from peagle.report.config import PushConfig
@@ -80,5 +80,5 @@ def upload(folder: Path, config: PushConfig) -> None:
             repo_id=config.repo, folder_path=str(folder), commit_message=config.message, revision=config.revision
         )
     except Exception as error:  # the hub's many errors: no token, no right, no network
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = one_line(error)
         raise CheckpointError(f"{config.repo}: the hub refused ({reason}); `hf auth login` sets a token") from None

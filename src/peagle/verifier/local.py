@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from peagle.data.records import TokenRow
-from peagle.errors import VerifierError
-from peagle.verifier.model_config import VerifierConfig, first_line
+from peagle.errors import VerifierError, one_line
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowStates
 from peagle.verifier.weights import VerifierHead, gguf_file
 
@@ -240,7 +240,7 @@ def _load_model(verifier_config: VerifierConfig, dtype: torch.dtype, device: tor
             **({"gguf_file": gguf.name, "config": config} if gguf else {}),
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise VerifierError(f"{name}: cannot be loaded: {first_line(error)}") from None
+        raise VerifierError(f"{name}: cannot be loaded: {one_line(error)}") from None
     finally:
         if shows_bars:
             hf_logging.enable_progress_bar()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peagle.errors import VerifierError
+from peagle.errors import VerifierError, one_line
 
 # Families whose RMS norm multiplies by (1 + w). Gemma 3n and 4 are not among them.
 _NORM_ADDS_ONE = (
@@ -132,7 +132,7 @@ def load_verifier_config(name_or_path: str, trust_remote_code: bool) -> Verifier
         return _facts_of(config, name_or_path, trust_remote_code)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise VerifierError(
-            f"{name_or_path}: its configuration holds a value that cannot be used ({whole_line(error)})"
+            f"{name_or_path}: its configuration holds a value that cannot be used ({one_line(error)})"
         ) from None
 
 
@@ -250,23 +250,12 @@ def _load_config(name_or_path: str, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except Exception as error:  # Transformers' checks of fields raise classes of their own
-        raise VerifierError(f"{name_or_path}: its configuration cannot be read: {whole_line(error)}") from None
+        raise VerifierError(f"{name_or_path}: its configuration cannot be read: {one_line(error)}") from None
 
 
 def looks_like_path(name: str) -> bool:
     """Tell a path from a hub id (`owner/name` or `name`)."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a one-line message."""
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def whole_line(error: BaseException) -> str:
-    """All of a short error's text in one line: what a check of fields found stands in its second line."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _norm_eps(read: _Reader, model_type: str) -> float:

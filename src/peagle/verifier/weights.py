@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle.errors import VerifierError
-from peagle.verifier.model_config import VerifierConfig, first_line
+from peagle.errors import VerifierError, one_line
+from peagle.verifier.model_config import VerifierConfig
 
 _PREFIXES = (
     "model.",
@@ -301,7 +301,7 @@ class TensorFiles:
                 try:
                     table = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
                 except (OSError, ValueError, KeyError, TypeError) as error:
-                    raise VerifierError(f"{path}: not a weight index: {first_line(error)}") from None
+                    raise VerifierError(f"{path}: not a weight index: {one_line(error)}") from None
                 odd = next((file for file in table.values() if not isinstance(file, str)), None)
                 if odd is not None:
                     raise VerifierError(f"{path}: not a weight index: it names the file {odd!r}")
@@ -363,7 +363,7 @@ class TensorFiles:
             EOFError,
             pickle.UnpicklingError,
         ) as error:
-            raise VerifierError(f"{path}: {name} cannot be read: {first_line(error)}") from None
+            raise VerifierError(f"{path}: {name} cannot be read: {one_line(error)}") from None
 
     def _path(self, file: str) -> Path:
         path = _find(self.name_or_path, file)
@@ -391,7 +391,7 @@ def _names(path: Path) -> list[str]:
                 return list(handle.keys())
         return list(torch.load(path, map_location="meta", weights_only=True, mmap=True))
     except _UNREADABLE as error:
-        raise VerifierError(f"{path}: cannot be read: {first_line(error)}") from None
+        raise VerifierError(f"{path}: cannot be read: {one_line(error)}") from None
 
 
 def gguf_file(name_or_path: str) -> Path | None:
@@ -430,5 +430,5 @@ def _gguf_tensors(path: Path) -> dict[str, Callable[[], Tensor]]:
     try:
         reader = GGUFReader(path)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise VerifierError(f"{path}: cannot be read: {first_line(error)}") from None
+        raise VerifierError(f"{path}: cannot be read: {one_line(error)}") from None
     return {tensor.name: functools.partial(read, tensor) for tensor in reader.tensors}

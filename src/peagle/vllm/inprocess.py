@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from peagle.data.records import TokenRow
-from peagle.errors import ConfigError, VerifierError
-from peagle.verifier.model_config import VerifierConfig, first_line
+from peagle.errors import ConfigError, VerifierError, one_line
+from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
 from peagle.vllm.launch import PLUGIN_FOLDER, extraction_arguments, plugin_environment
 from peagle.vllm.states import GREEDY, StatesFolder, connector_answer, own_choices, row_states, to_be_checked
@@ -75,7 +75,7 @@ class InProcessSource:
                 try:
                     self._ask(name, row, to_be_checked(row, number, self._check_all))
                 except ValueError as error:  # vLLM's own check of a prompt
-                    yield RowRefused(row.row_id, "refused by vLLM", first_line(error))
+                    yield RowRefused(row.row_id, "refused by vLLM", one_line(error))
                 else:
                     under_way[name] = row
                 number += 1
@@ -137,11 +137,11 @@ def _start_engine(
     try:
         parsed, unknown = parser.parse_known_args(arguments)
     except (SystemExit, Exception) as error:  # argparse's own errors, whichever kind this version raises
-        raise ConfigError(f"vLLM does not take these arguments: {first_line(error)}") from None
+        raise ConfigError(f"vLLM does not take these arguments: {one_line(error)}") from None
     if unknown:
         raise ConfigError(f"vLLM does not know {unknown[0]}")
     try:
         return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
     except (RuntimeError, ValueError, OSError) as error:
         where = verifier.name_or_path
-        raise VerifierError(f"{where}: vLLM {engine.version} does not start: {first_line(error)}") from error
+        raise VerifierError(f"{where}: vLLM {engine.version} does not start: {one_line(error)}") from error
