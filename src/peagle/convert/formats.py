@@ -8,22 +8,22 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from peagle.convert.config import ConvertConfig
-from peagle.drafter.checkpoint import CONFIG, read_config, read_weights
+from peagle.drafter.checkpoint import CONFIG, find, read_config, read_weights
 from peagle.drafter.model_config import LAYER_ARCHITECTURES, DrafterConfig, rope_of
-from peagle.errors import CheckpointError, ConfigError, VerifierError
+from peagle.errors import CheckpointError, ConfigError, VerifierError, one_line
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.weights import load_embedding
 
 OURS = "peagle_config"
 """Key of a flat config under which our own config travels along, so that the way back is exact."""
 MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+_OLDER_WEIGHTS = "pytorch_model*.bin"
 _PREFIXES = ("model.", "eagle_module.", "draft_model.")
 _DEFAULT_NUM_TOKENS = {"eagle3": 3, "peagle": 5}
 
@@ -43,19 +43,19 @@ def read_foreign(source: str) -> Foreign:
     Raises:
         CheckpointError: it is not there, or not a checkpoint.
     """
-    folder = _find(source)
+    folder = find(source, ("*.safetensors", _OLDER_WEIGHTS))
     config = read_config(folder)
     if any(folder.glob("*.safetensors")):
         return Foreign(source, config, read_weights(folder))
     tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("pytorch_model*.bin")):
+    for file in sorted(folder.glob(_OLDER_WEIGHTS)):
         try:
             found = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # pickle, zip and torch each have their own
-            raise CheckpointError(f"{file}: cannot be read as tensors ({str(error).splitlines()[0][:120]})") from None
+            raise CheckpointError(f"{file}: cannot be read as tensors ({one_line(error)})") from None
         tensors |= {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
     if not tensors:
-        raise CheckpointError(f"{folder}: neither *.safetensors nor pytorch_model*.bin; the checkpoint is incomplete")
+        raise CheckpointError(f"{folder}: neither *.safetensors nor {_OLDER_WEIGHTS}; the checkpoint is incomplete")
     return Foreign(source, config, tensors)
 
 
@@ -89,23 +89,6 @@ def plain_name(name: str) -> str:
         name = name.split(".", 1)[1]
     name = re.sub(r"^midlayer\.", "layers.0.", name)
     return "d2t" if name == "draft_id_to_target_id" else name
-
-
-def _find(source: str) -> Path:
-    folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"{source}: no config.json in this folder")
-        return folder
-    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise CheckpointError(f"{source}: no such folder, and not a hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "pytorch_model*.bin"]))
-    except Exception as error:  # the hub's many errors, all of which mean that it is not available
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{source}: no such folder, and the hub does not give it ({reason})") from None
 
 
 def as_json(value: Any) -> Any:

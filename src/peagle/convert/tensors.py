@@ -224,17 +224,17 @@ def _add_missing(
     verifier: Callable[[], VerifierConfig],
 ) -> None:
     """Add what a source may leave out: the verifier's embedding and head, and biases that are zero."""
-    dtype = found["fc.weight"].dtype
+    added: dict[str, Tensor] = {}
     if "embed_tokens.weight" not in found:
-        found["embed_tokens.weight"] = load_embedding(verifier()).to(dtype)
-        origin.added["embed_tokens.weight"] = sha256(found["embed_tokens.weight"])
+        added["embed_tokens.weight"] = load_embedding(verifier())
     if "lm_head.weight" not in found:
         head = load_head(verifier())
         if config.is_pruned:
             head = head.restricted(torch.arange(config.draft_vocab_size) + found["d2t"])
-        found["lm_head.weight"] = (head.weight.to(torch.float32) * head.logit_scale).to(dtype)
-        origin.added["lm_head.weight"] = sha256(found["lm_head.weight"])
+        added["lm_head.weight"] = head.weight.to(torch.float32) * head.logit_scale
     for name in wanted.keys() - found.keys():
         if name.endswith("_proj.bias"):
-            found[name] = torch.zeros(wanted[name], dtype=dtype)
-            origin.added[name] = sha256(found[name])
+            added[name] = torch.zeros(wanted[name])
+    for name, tensor in added.items():
+        found[name] = tensor.to(found["fc.weight"].dtype)
+        origin.added[name] = sha256(found[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from peagle.drafter.card import write_card
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
-from peagle.errors import CheckpointError
+from peagle.errors import CheckpointError, one_line
 from peagle.files import whole_folder, write_json
 
 WEIGHTS = "model.safetensors"
@@ -22,8 +23,12 @@ CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def find(checkpoint: str) -> Path:
+def find(checkpoint: str, weights: Sequence[str] = ("*.safetensors",)) -> Path:
     """The folder of a checkpoint: itself, or the download of a hub id.
+
+    Args:
+        checkpoint: a folder or a hub id.
+        weights: names of weight files to download, as patterns.
 
     Raises:
         CheckpointError: neither a folder with a `config.json` nor a hub repository that can be fetched.
@@ -38,9 +43,9 @@ def find(checkpoint: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # the hub's many errors, all of which mean: not to be had
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Path(snapshot_download(checkpoint, allow_patterns=["*.json", *weights]))
+    except Exception as error:  # the hub's many errors, all of which mean that it is not available
+        reason = one_line(error)
         raise CheckpointError(f"{checkpoint}: no such folder, and the hub does not give it ({reason})") from None
 
 
