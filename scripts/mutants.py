@@ -57,7 +57,7 @@ MUTATIONS = {
     "M14": ("data/tokenize.py", "supervised = sum(row.loss_mask)", "return None"),
     "M16": (
         "data/tokenize.py",
-        'return UnusableRow(NO_SPAN, f"0 of {len(whole.ids)} tokens supervised")',
+        'return UnusableRow(NO_SPAN, f"0 of {len(whole.input_ids)} tokens supervised")',
         "return None",
     ),
     "T01": (

@@ -7,11 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.data.draft_vocab import VocabOrigin, build_vocab, load_vocab, must_keep_ids, save_vocab, vocab_of_ids
-from peagle.errors import ConfigError, DataError
+from peagle.data.draft_vocab import build_vocab, must_keep_ids, vocab_of_ids
+from peagle.errors import ConfigError
 from tests.data.toys import CHATML, LLAMA3, toy_tokenizer
-
-ORIGIN = VocabOrigin("rows", "tokenizer", 128, 64)
 
 
 def counts(size: int, seen: dict[int, int]) -> torch.Tensor:
@@ -93,27 +91,6 @@ def test_think_tags_are_kept_where_the_template_names_them():
     tokenizer = toy_tokenizer(CHATML + "{# <think> </think> #}")
     keep = must_keep_ids(tokenizer, [], counts(len(tokenizer), {}))
     assert set(tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_start|>", "<|im_end|>"])) <= set(keep)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("rows_sha256", "other"), ("tokenizer_sha256", "other"), ("vocab_size", 130), ("draft_vocab_size", 100)],
-)
-def test_V02_a_saved_vocabulary_of_other_data_tokenizer_or_size_is_refused(tmp_path, field, value):
-    vocab = build_vocab(counts(128, {i: 128 - i for i in range(128)}), 64, (), 128)
-    path = tmp_path / "vocab.safetensors"
-    save_vocab(path, vocab, ORIGIN)
-    assert torch.equal(load_vocab(path, ORIGIN).d2t, vocab.d2t)
-    other = VocabOrigin(**{**vars(ORIGIN), field: value})
-    with pytest.raises(DataError, match=f"made from something else: {field}"):
-        load_vocab(path, other)
-
-
-def test_a_file_that_is_no_vocabulary_is_refused(tmp_path):
-    path = tmp_path / "vocab.safetensors"
-    path.write_bytes(b"nothing")
-    with pytest.raises(DataError, match="not a draft vocabulary"):
-        load_vocab(path, ORIGIN)
 
 
 def test_frequencies_of_another_vocabulary_are_refused():

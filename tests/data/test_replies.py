@@ -49,7 +49,17 @@ NULL_CONTENT = (
 def rows_of(template, record, **options):
     tokenizer = toy_tokenizer(template, SPECIALS)
     draft = conversation_of(record)
-    conversation = Conversation("r", "s", "f", 1, tuple(draft.messages), draft.tools, {}, (), ())
+    conversation = Conversation(
+        row_id="r",
+        source="s",
+        origin="f",
+        line=1,
+        messages=tuple(draft.messages),
+        tools=draft.tools,
+        template_options={},
+        next_turns=(),
+        repairs=(),
+    )
     convert = RowTokenizer(ChatTemplate(tokenizer, options), None, "", len(tokenizer), 4096, 1)
     outcome = convert(conversation)
     assert outcome.rejected is None, outcome.rejected
@@ -141,7 +151,17 @@ def test_a_call_whose_name_is_not_printed_rejects_the_row():
     nameless = FORGETS.replace("c.function.name + ", "")
     tokenizer = toy_tokenizer(nameless, SPECIALS)
     draft = conversation_of(TOOLS)
-    conversation = Conversation("r", "s", "f", 1, tuple(draft.messages), (), {}, (), ())
+    conversation = Conversation(
+        row_id="r",
+        source="s",
+        origin="f",
+        line=1,
+        messages=tuple(draft.messages),
+        tools=(),
+        template_options={},
+        next_turns=(),
+        repairs=(),
+    )
     outcome = RowTokenizer(ChatTemplate(tokenizer, {}), None, "", len(tokenizer), 4096, 1)(conversation)
     assert outcome.rejected.reason == "template drops tool turns"
     assert "'look'" in outcome.rejected.detail

@@ -58,7 +58,17 @@ def metaspace(scheme: str, template: str) -> PreTrainedTokenizerFast:
 
 
 def rows_of(tokenizer, record):
-    conversation = Conversation("r", "s", "f", 1, tuple(record["messages"]), (), {}, (), ())
+    conversation = Conversation(
+        row_id="r",
+        source="s",
+        origin="f",
+        line=1,
+        messages=tuple(record["messages"]),
+        tools=(),
+        template_options={},
+        next_turns=(),
+        repairs=(),
+    )
     outcome = RowTokenizer(ChatTemplate(tokenizer, {}), None, "", len(tokenizer), 4096, 1)(conversation)
     assert outcome.rejected is None, outcome.rejected
     return outcome.rows

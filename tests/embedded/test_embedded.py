@@ -52,5 +52,5 @@ def test_the_verifier_folder_is_small_and_complete():
 
 
 def test_a_shipped_path_is_told_by_the_name_that_commands_take():
-    assert embedded.told(str(embedded.NAMES["embedded:verifier"])) == "embedded:verifier"
-    assert embedded.told("/models/qwen") == "/models/qwen"
+    assert embedded.name_of(str(embedded.NAMES["embedded:verifier"])) == "embedded:verifier"
+    assert embedded.name_of("/models/qwen") == "/models/qwen"

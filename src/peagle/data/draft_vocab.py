@@ -7,11 +7,9 @@ tokenizer, which may have fewer tokens.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ from torch import Tensor
 
 from peagle.data.prepared import Prepared
 from peagle.data.template import template_text
-from peagle.errors import ConfigError, DataError, TemplateError
-from peagle.files import whole_file
+from peagle.errors import ConfigError, TemplateError
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +59,6 @@ class DraftVocab:
         table = torch.cumsum(self.t2d.to(torch.int64), 0) - 1
         table = torch.where(self.t2d, table, torch.full_like(table, -1))
         return table.to(verifier_ids.device)[verifier_ids]
-
-
-@dataclass(frozen=True)
-class VocabOrigin:
-    """What a draft vocabulary was made from; a saved one is used only where all of it agrees."""
-
-    rows_sha256: str
-    tokenizer_sha256: str
-    vocab_size: int
-    draft_vocab_size: int
 
 
 def build_vocab(frequencies: Tensor, size: int, must_keep_ids: Collection[int], vocab_size: int) -> DraftVocab:
@@ -118,7 +105,7 @@ def vocab_of_ids(ids: Iterable[int] | Tensor, vocab_size: int) -> DraftVocab:
 
 
 def must_keep_ids(tokenizer: Any, eos_token_ids: Iterable[int], frequencies: Tensor) -> tuple[int, ...]:
-    """Ids without which a drafter stumbles: every end token, the template's control tokens, special tokens in use.
+    """Ids that every draft vocabulary keeps: every end token, the template's control tokens, special tokens in use.
 
     Control tokens are the added tokens that the chat template names; special tokens in use are those that are
     supervised somewhere. Reserved special tokens that nothing ever writes are left to their counts.
@@ -158,42 +145,3 @@ def choose_vocab(prepared: Prepared, tokenizer: Any, eos_token_ids: Iterable[int
     vocab_size = int(prepared.summary["vocab_size"])
     keep = must_keep_ids(tokenizer, eos_token_ids, prepared.frequencies) if size is not None else ()
     return build_vocab(prepared.frequencies, size if size is not None else vocab_size, keep, vocab_size)
-
-
-def origin_of(prepared: Prepared, size: int) -> VocabOrigin:
-    """What a vocabulary of that size for these rows is made from."""
-    summary = prepared.summary
-    return VocabOrigin(summary["rows_sha256"], summary["tokenizer_sha256"], int(summary["vocab_size"]), size)
-
-
-def save_vocab(path: Path, vocab: DraftVocab, origin: VocabOrigin) -> None:
-    """Write d2t and t2d with what they were made from, as safetensors."""
-    from safetensors.torch import save_file
-
-    tensors = {"d2t": vocab.d2t.contiguous(), "t2d": vocab.t2d.contiguous()}
-    with whole_file(path) as temporary:
-        save_file(tensors, str(temporary), metadata={"origin": json.dumps(asdict(origin))})
-
-
-def load_vocab(path: Path, origin: VocabOrigin) -> DraftVocab:
-    """Read a saved vocabulary, if it was made from the same data, tokenizer and sizes.
-
-    Raises:
-        DataError: it was made from something else (the message names what), or its tables do not fit together.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), "pt") as file:
-            found = json.loads((file.metadata() or {})["origin"])
-            d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise DataError(f"{path}: not a draft vocabulary ({str(error).splitlines()[0]})") from None
-    wanted = asdict(origin)
-    odd = [f"{key} {found.get(key)}, expected {wanted[key]}" for key in wanted if found.get(key) != wanted[key]]
-    if odd:
-        raise DataError(f"{path}: made from something else: {'; '.join(odd)}. Remove it, and it is made anew.")
-    vocab = vocab_of_ids(torch.nonzero(t2d).flatten(), len(t2d))
-    if not torch.equal(vocab.d2t, d2t):
-        raise DataError(f"{path}: d2t and t2d do not belong together")
-    return vocab

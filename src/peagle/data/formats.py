@@ -9,31 +9,13 @@ from typing import Any
 
 from peagle.data.records import Message, UnusableRow
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-    "tool_response": "tool",
-    "tool_result": "tool",
-    "function_response": "tool",
+_ROLE_NAMES = {
+    "system": "system developer",
+    "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt bing bard bot chatbot model ai function_call tool_call",
+    "tool": "tool function observation ipython tool_response tool_result function_response",
 }
+ROLES = {name: role for role, names in _ROLE_NAMES.items() for name in names.split()}
 ROLE_KEYS = ("role", "from", "speaker")
 CONTENT_KEYS = ("content", "value", "text", "message")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "thought")
@@ -232,9 +214,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
-# ---- Which layout a record has, and the repairs that bring its turns into an order that chat templates take.
-
-
 TURN_LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "items")
 REPLY_KEYS = ("response", "completion", "output", "answer", "reply")
 SYSTEM_KEYS = ("system", "system_prompt")
@@ -414,22 +393,8 @@ def given_id(record: dict[str, Any]) -> str | None:
     return None
 
 
-# ---- Rows that come with token ids and loss mask: what must hold of them before anything is cut.
-
-
-@dataclass(frozen=True)
-class ReadyFields:
-    """The token columns of such a row, checked."""
-
-    input_ids: list[int]
-    loss_mask: list[int]
-    next_is_supervised: bool
-    tail_length: int
-    messages: tuple[Message, ...]
-
-
-def ready_fields(record: dict[str, Any]) -> ReadyFields:
-    """Read `input_ids`, `loss_mask` and, where given, `tail_length`, `next_is_supervised` and `messages`.
+def ready_tokens(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `TokenRow` that a record with `input_ids` gives, checked.
 
     Raises:
         UnusableRow: lengths differ, a value is no id or no 0/1, or a tail that is supervised or as long as the row.
@@ -438,26 +403,28 @@ def ready_fields(record: dict[str, Any]) -> ReadyFields:
     if "loss_mask" not in record:
         raise UnusableRow("bad token row", "input_ids without loss_mask")
     mask = _integers(record["loss_mask"], "loss_mask")
-    if not ids:
-        raise UnusableRow("bad token row", "input_ids is empty")
-    if len(ids) != len(mask):
-        raise UnusableRow("bad token row", f"{len(ids)} input_ids, but {len(mask)} values in loss_mask")
+    tail, follows = record.get("tail_length") or 0, record.get("next_is_supervised") or False
     odd = next((value for value in mask if value not in (0, 1)), None)
-    if odd is not None:
-        raise UnusableRow("bad token row", f"loss_mask holds {odd}, expected 0 and 1 only")
-    tail = record.get("tail_length") or 0
-    if isinstance(tail, bool) or not isinstance(tail, int) or not 0 <= tail < len(ids):
-        raise UnusableRow("bad token row", f"tail_length is {shown(tail)}, expected 0 to {len(ids) - 1}")
-    if tail and any(mask[-tail:]):
-        raise UnusableRow("bad token row", f"the last {tail} tokens are a tail, but loss_mask is 1 there")
-    if tail and not mask[-tail - 1]:
-        raise UnusableRow("bad token row", f"the last {tail} tokens are a tail, but no reply ends before them")
-    follows = record.get("next_is_supervised") or False
-    if not isinstance(follows, bool):
-        raise UnusableRow("bad token row", f"next_is_supervised is {shown(follows)}, expected true or false")
-    if follows and (tail or not mask[-1]):
-        raise UnusableRow("bad token row", "next_is_supervised, but the row does not end inside a reply")
-    return ReadyFields(ids, mask, follows, tail, _messages(record.get("messages")))
+    problem = None
+    if not ids:
+        problem = "input_ids is empty"
+    elif len(ids) != len(mask):
+        problem = f"{len(ids)} input_ids, but {len(mask)} values in loss_mask"
+    elif odd is not None:
+        problem = f"loss_mask holds {odd}, expected 0 and 1 only"
+    elif type(tail) is not int or not 0 <= tail < len(ids):
+        problem = f"tail_length is {shown(tail)}, expected 0 to {len(ids) - 1}"
+    elif tail and any(mask[-tail:]):
+        problem = f"the last {tail} tokens are a tail, but loss_mask is 1 there"
+    elif tail and not mask[-tail - 1]:
+        problem = f"the last {tail} tokens are a tail, but no reply ends before them"
+    elif not isinstance(follows, bool):
+        problem = f"next_is_supervised is {shown(follows)}, expected true or false"
+    elif follows and (tail or not mask[-1]):
+        problem = "next_is_supervised, but the row does not end inside a reply"
+    if problem is not None:
+        raise UnusableRow("bad token row", problem)
+    return {"input_ids": ids, "loss_mask": mask, "next_is_supervised": follows, "tail_length": tail}
 
 
 def _integers(values: Any, what: str) -> list[int]:
@@ -467,12 +434,3 @@ def _integers(values: Any, what: str) -> list[int]:
         if type(value) is not int and type(value) is not bool:
             raise UnusableRow("bad token row", f"{what} holds {shown(value)}, expected integers")
     return [int(value) for value in values]
-
-
-def _messages(raw: Any) -> tuple[Message, ...]:
-    if not isinstance(raw, list):
-        return ()
-    try:
-        return tuple(turn(item)[0] for item in raw)
-    except UnusableRow:
-        return ()  # informative only

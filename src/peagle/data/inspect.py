@@ -14,7 +14,7 @@ from peagle.data.config import InspectConfig
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.records import TokenRow
 from peagle.data.tokenizer import load_tokenizer
-from peagle.embedded import told
+from peagle.embedded import name_of
 from peagle.errors import DataError
 
 PROMPT, SUPERVISED, TAIL = "prompt", "supervised", "tail"
@@ -47,7 +47,7 @@ def _header(prepared: Prepared) -> str:
     summary = prepared.summary
     share = 100 * summary["supervised_tokens"] / summary["tokens"]
     lines = [
-        f"{prepared.folder}: {summary['rows']} rows of {summary['kept']} conversations for {told(summary['model'])}",
+        f"{prepared.folder}: {summary['rows']} rows of {summary['kept']} conversations for {name_of(summary['model'])}",
         f"{summary['tokens']} tokens, {share:.1f} % supervised; read {summary['read']}, "
         f"dropped {sum(summary['dropped'].values())}, cut {summary['rows_cut']} at {summary['seq_length']}",
     ]

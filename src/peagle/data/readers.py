@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.data.formats import clean, conversation_of, given_id, ready_fields, shown
-from peagle.data.records import Conversation, ReadyRow, Rejected, RowIds, TextRow, UnusableRow
-from peagle.errors import DataError
+from peagle.data.formats import clean, conversation_of, given_id, ready_tokens, shown
+from peagle.data.records import Conversation, ReadyRow, Rejected, RowIds, TextRow, TokenRow, UnusableRow, rejected
+from peagle.errors import DataError, one_line
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz")
 Numbered = tuple[int, "dict[str, Any] | UnusableRow"]
@@ -166,7 +166,7 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
                 number += 1
                 yield number, without_nulls(row)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from None
+        raise DataError(f"{path}: not a readable Parquet file ({one_line(error)})") from None
 
 
 def without_nulls(value: Any) -> Any:
@@ -352,8 +352,8 @@ def read_conversations(specs: Sequence[str], max_samples: int | None) -> Iterato
         if isinstance(row, (Conversation, Rejected)):
             yield row
         elif isinstance(row, ReadyRow):
-            detail = "input_ids are there already; regenerate needs messages or prompts"
-            yield Rejected(row.source, row.origin, row.line, row.row_id, "tokenized already", detail)
+            problem = UnusableRow("tokenized already", "it has input_ids; regenerate needs messages or prompts")
+            yield rejected(problem, row.source, row.origin, row.line, row.row_id)
 
 
 def read_rows(specs: Sequence[str], max_samples: int | None, mode: Mode) -> Iterator[Row | Rejected]:
@@ -372,9 +372,10 @@ def read_parts(parts: Sequence[Part], max_samples: int | None, mode: Mode) -> It
             source, own_id = _source(record, part), given_id(record)
             yield _row(record, mode, source, own_id, part.origin, line, row_ids)
         except UnusableRow as problem:
-            yield Rejected(source, part.origin, line, own_id, problem.reason, problem.detail)
+            yield rejected(problem, source, part.origin, line, own_id)
         except RecursionError:
-            yield Rejected(source, part.origin, line, own_id, "broken JSON", "nested too deeply")
+            problem = UnusableRow("broken JSON", "nested too deeply")
+            yield rejected(problem, source, part.origin, line, own_id)
 
 
 def parts_of(spec: str) -> list[Part]:
@@ -418,7 +419,7 @@ def _folder_parts(path: Path, name: str | None) -> list[Part]:
         try:
             table: Any = datasets.load_from_disk(str(path))
         except Exception as error:
-            raise DataError(f"--data {path}: not readable by `datasets` ({str(error).splitlines()[0]})") from None
+            raise DataError(f"--data {path}: not readable by `datasets` ({one_line(error)})") from None
         if isinstance(table, datasets.DatasetDict):
             raise DataError(
                 f"--data {path}: has the splits {', '.join(table)}; name one, as {path}/{next(iter(table))}"
@@ -472,9 +473,10 @@ def _row(
     record: dict[str, Any], mode: Mode, source: str, own_id: str | None, origin: str, line: int, row_ids: RowIds
 ) -> Row:
     if "input_ids" in record:
-        ready = ready_fields(record)
-        row_id = row_ids.unique(own_id) if own_id else row_ids.of_content(None, ready.input_ids)
-        return ReadyRow(row_id, source, origin, line, **vars(ready))
+        ready = ready_tokens(record)
+        row_id = row_ids.unique(own_id) if own_id else row_ids.of_content(None, ready["input_ids"])
+        tokens = TokenRow(row_id=row_id, source=source, **ready)
+        return ReadyRow(row_id=row_id, source=source, origin=origin, line=line, tokens=tokens)
     if mode == "text":
         text = record.get("text")
         if not isinstance(text, str):
@@ -482,17 +484,19 @@ def _row(
             raise UnusableRow("no text", f"{found}; --mode text reads rendered text, --mode chat reads conversations")
         repairs: set[str] = set()
         text = clean(text, repairs)
-        return TextRow(row_ids.of_content(own_id, text), source, origin, line, text, tuple(sorted(repairs)))
+        row_id = row_ids.of_content(own_id, text)
+        fixed = tuple(sorted(repairs))
+        return TextRow(row_id=row_id, source=source, origin=origin, line=line, text=text, repairs=fixed)
     draft = conversation_of(record)
     content = [draft.messages, draft.tools, draft.template_options, draft.next_turns]
     return Conversation(
-        row_ids.of_content(own_id, content),
-        source,
-        origin,
-        line,
-        tuple(draft.messages),
-        draft.tools,
-        draft.template_options,
-        tuple(draft.next_turns),
-        tuple(sorted(draft.repairs)),
+        row_id=row_ids.of_content(own_id, content),
+        source=source,
+        origin=origin,
+        line=line,
+        messages=tuple(draft.messages),
+        tools=draft.tools,
+        template_options=draft.template_options,
+        next_turns=tuple(draft.next_turns),
+        repairs=tuple(sorted(draft.repairs)),
     )

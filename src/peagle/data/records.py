@@ -1,4 +1,4 @@
-"""The records between a data file and its token rows: what was read, and why a row could not be."""
+"""The records between a data file and its token rows: what was read, and what it became or why it could not be used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Message = dict[str, Any]
 `tool_calls` ([{"type": "function", "function": {"name", "arguments": object}, "id"?}]), `tool_call_id` and `name`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """One conversation in the one layout that everything behind the readers knows.
 
@@ -36,7 +36,7 @@ class Conversation:
     next_turns: tuple[str, ...]
     """Prompt-only data of several turns (MT-Bench, Spec-Bench): what the user says after each reply."""
     repairs: tuple[str, ...]
-    """What had to be mended (`docs/data.md` has the rules), one short phrase each."""
+    """What had to be repaired (`docs/data.md` has the rules), one short phrase each."""
 
     @property
     def has_reply(self) -> bool:
@@ -71,7 +71,7 @@ class Conversation:
         return replace(self, messages=(*self.messages, reply, *following), next_turns=self.next_turns[1:])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextRow:
     """Text that is rendered already (`--mode text`)."""
 
@@ -83,53 +83,11 @@ class TextRow:
     repairs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class ReadyRow:
-    """A row that came with its token ids and loss mask; `peagle regenerate` writes such rows."""
-
-    row_id: str
-    source: str
-    origin: str
-    line: int
-    input_ids: list[int]
-    loss_mask: list[int]
-    next_is_supervised: bool
-    tail_length: int
-    messages: tuple[Message, ...]
-    """The conversation it was made from, if the row carries it; informative only."""
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A row that cannot be used. The reason is one of a few fixed phrases, the detail says what was found."""
-
-    source: str
-    origin: str
-    line: int
-    row_id: str | None
-    reason: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.origin}:{self.line}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
-
-
-class UnusableRow(Exception):
-    """Raised inside `data/` where a row turns out to be unusable; becomes a `Rejected`."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-
-# ---- The record that leaves `data/`: one tokenized row, nothing shifted yet.
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenRow:
-    """Token ids x_0 .. x_{T-1} of one conversation (or of one turn with its history) and what is supervised.
+    """Token ids x_0 .. x_{T-1} of one conversation (or of one turn with its history), nothing shifted yet.
 
-    A turn is a maximal run of ones in `loss_mask`: every chat template puts at least one token between two replies.
+    This is what leaves `data/`; `layout/supervision.py` says which positions count.
     """
 
     row_id: str
@@ -152,7 +110,45 @@ class TokenRow:
         return label_positions(self.loss_mask, self.next_is_supervised, self.tail_length)
 
 
-# ---- Row identity: the same for the same content, whatever the order of the input or the number of workers.
+@dataclass(frozen=True, kw_only=True)
+class ReadyRow:
+    """A row that came with its token ids and loss mask; `peagle regenerate` writes such rows."""
+
+    row_id: str
+    source: str
+    origin: str
+    line: int
+    tokens: TokenRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A row that cannot be used. The reason is one of a few fixed phrases, the detail says what was found."""
+
+    source: str
+    origin: str
+    line: int
+    row_id: str | None
+    reason: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.origin}:{self.line}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+class UnusableRow(Exception):
+    """Raised inside `data/` where a row turns out to be unusable; becomes a `Rejected`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+def rejected(problem: UnusableRow, source: str, origin: str, line: int, row_id: str | None) -> Rejected:
+    """The entry of an unusable row in the list of rejected ones."""
+    return Rejected(
+        source=source, origin=origin, line=line, row_id=row_id, reason=problem.reason, detail=problem.detail
+    )
 
 
 def content_hash(content: Any) -> str:
@@ -162,9 +158,10 @@ def content_hash(content: Any) -> str:
 
 
 class RowIds:
-    """Hands out row ids: `<own id>.<hash>` or `<hash>`, then `#2`, `#3`, ... when the very same row comes again.
+    """Gives row ids: `<own id>.<hash>` or `<hash>`, then `#2`, `#3`, ... when the very same row comes again.
 
-    Two rows with the same id differ in nothing but their place, so it does not matter which of them is `#2`.
+    They depend on content alone, not on the order of the input or the number of workers: rows with the same id differ
+    in nothing but their place, so it does not matter which of them is `#2`.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peagle.data.boundaries import AddedTokens, Boundaries
-from peagle.data.records import Conversation, Message, ReadyRow, Rejected, TextRow, TokenRow, UnusableRow
+from peagle.data.records import Conversation, Message, ReadyRow, Rejected, TextRow, TokenRow, UnusableRow, rejected
 from peagle.data.replies import SUPPLIED, Reply, reply_of
 from peagle.data.template import ChatTemplate
 from peagle.errors import DataError, TemplateError
@@ -19,19 +19,19 @@ NO_SPAN = "no supervised token"
 TOO_SHORT = "reply too short"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What became of one row that was read: rows, or the reason why not."""
 
     origin: str
     line: int
     row_id: str
-    rows: list[TokenRow]
-    rejected: Rejected | None
+    rows: list[TokenRow] = field(default_factory=list)
+    rejected: Rejected | None = None
     dropped_turns: list[str] = field(default_factory=list)
     """Reasons for which replies of a conversation that gives a row per reply were left out, though others were kept."""
     repairs: tuple[str, ...] = ()
-    """What had to be mended in the row."""
+    """What had to be repaired in the row."""
     notes: tuple[str, ...] = ()
     """What was unusual about its rendering."""
     method: str = ""
@@ -42,17 +42,6 @@ class Outcome:
     """Rows that the length limit cut."""
     example: list[int] = field(default_factory=list)
     """The first ids of a row that was dropped for want of a supervised token, to show what it looked like."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Ids and mask of one row before the length limit."""
-
-    row_id: str
-    ids: list[int]
-    mask: list[int]
-    next_is_supervised: bool = False
-    tail_length: int = 0
 
 
 class RowTokenizer:
@@ -84,16 +73,16 @@ class RowTokenizer:
     def __call__(self, row: Conversation | TextRow | ReadyRow | Rejected) -> Outcome:
         """Tokenize one row; whatever is wrong with it ends up in `Outcome.rejected`."""
         if isinstance(row, Rejected):
-            return Outcome(row.origin, row.line, row.row_id or "", [], row)
+            return Outcome(origin=row.origin, line=row.line, row_id=row.row_id or "", rejected=row)
         notes: list[str] = []
         try:
             if isinstance(row, ReadyRow):
                 method = "ready"
-                found = [Tokens(row.row_id, row.input_ids, row.loss_mask, row.next_is_supervised, row.tail_length)]
+                found = [row.tokens]
             elif isinstance(row, TextRow):
                 assert self.marks is not None
                 ids, mask = text_tokens(self.marks, row.text)
-                method, found = self.marks.method, [Tokens(row.row_id, ids, mask)]
+                method, found = self.marks.method, [_uncut(row.row_id, row.source, ids, mask)]
             else:
                 method, found = self._conversation(row, notes)
         except UnusableRow as problem:
@@ -101,7 +90,7 @@ class RowTokenizer:
         repairs = () if isinstance(row, ReadyRow) else row.repairs
         return self._cut_all(row, found, method, repairs, tuple(dict.fromkeys(notes)))
 
-    def _conversation(self, row: Conversation, notes: list[str]) -> tuple[str, list[Tokens]]:
+    def _conversation(self, row: Conversation, notes: list[str]) -> tuple[str, list[TokenRow]]:
         template = self.template
         if template is None:
             raise TemplateError(self.no_template)
@@ -126,10 +115,10 @@ class RowTokenizer:
         turns = []
         for number, reply in enumerate(replies, start=1):
             row_id = row.row_id if len(replies) == 1 else f"{row.row_id}/{number}"
-            turns.append(self._masked(row, [reply], reply, row_id) or self._joined(reply, row_id))
+            turns.append(self._masked(row, [reply], reply, row_id) or self._joined(row, reply, row_id))
         return method, turns
 
-    def _masked(self, row: Conversation, replies: list[Reply], last: Reply, row_id: str) -> Tokens | None:
+    def _masked(self, row: Conversation, replies: list[Reply], last: Reply, row_id: str) -> TokenRow | None:
         """Ids of `last.text` with `replies` supervised; None if a token crosses the start of a reply."""
         template, added = self.template, self._added
         assert template is not None
@@ -147,9 +136,9 @@ class RowTokenizer:
             if start is None or end is None:
                 return None
             _supervise(mask, start, end, tagged, ids[end - 1] in added.ending_ids)
-        return Tokens(row_id, ids, mask)
+        return _uncut(row_id, row.source, ids, mask)
 
-    def _joined(self, reply: Reply, row_id: str) -> Tokens:
+    def _joined(self, row: Conversation, reply: Reply, row_id: str) -> TokenRow:
         """Prompt ids, then reply ids, as generation makes them where whole-text tokens would cross the seam."""
         template, added = self.template, self._added
         assert template is not None
@@ -163,12 +152,12 @@ class RowTokenizer:
             raise UnusableRow("unstable template", detail)
         end = Boundaries(written, ids, added, template.encode, {}).end_of_turn(0, len(written))
         mask = [0] * len(prompt) + [int(i < (len(ids) if end is None else end)) for i in range(len(ids))]
-        return Tokens(row_id, prompt + ids, mask)
+        return _uncut(row_id, row.source, prompt + ids, mask)
 
     def _cut_all(
         self,
         row: Conversation | TextRow | ReadyRow,
-        found: list[Tokens],
+        found: list[TokenRow],
         method: str,
         repairs: tuple[str, ...],
         notes: tuple[str, ...],
@@ -177,58 +166,64 @@ class RowTokenizer:
         dropped: list[UnusableRow] = []
         num_cut = num_unsupervised = 0
         example: list[int] = []
-        for tokens in found:
-            problem = self._beyond_vocabulary(tokens)
+        for whole in found:
+            problem = self._beyond_vocabulary(whole)
             if problem is not None:
                 dropped.append(problem)
                 continue
-            cut = self._cut(tokens, row.source)
-            problem = self._useless(cut, tokens)
+            cut = self._cut(whole)
+            problem = self._useless(cut, whole)
             if problem is None:
                 kept.append(cut)
-                num_cut += len(cut.input_ids) < len(tokens.ids)
+                num_cut += cut is not whole
             else:
                 dropped.append(problem)
-                num_unsupervised += len(tokens.ids)
-                example = example or tokens.ids[:_EXAMPLE]
-        where = (row.origin, row.line, row.row_id)
+                num_unsupervised += len(whole.input_ids)
+                example = example or whole.input_ids[:_EXAMPLE]
         if not kept:
             lost = _lost(row, dropped[0])
             return replace(lost, num_unsupervised=num_unsupervised, example=example)
-        reasons = [problem.reason for problem in dropped]
-        return Outcome(*where, kept, None, reasons, repairs, notes, method, num_unsupervised, num_cut)
-
-    def _beyond_vocabulary(self, tokens: Tokens) -> UnusableRow | None:
-        if min(tokens.ids, default=0) >= 0 and max(tokens.ids, default=0) < self.vocab_size:
-            return None
-        odd = next(token for token in tokens.ids if not 0 <= token < self.vocab_size)
-        return UnusableRow("id beyond the vocabulary", f"id {odd}, the verifier has 0 to {self.vocab_size - 1}")
-
-    def _cut(self, tokens: Tokens, source: str) -> TokenRow:
-        limit, size = self.seq_length, len(tokens.ids)
-        if size <= limit:
-            return TokenRow(
-                tokens.row_id, source, tokens.ids, tokens.mask, tokens.next_is_supervised, tokens.tail_length
-            )
-        mask = tokens.mask
-        return TokenRow(
-            row_id=tokens.row_id,
-            source=source,
-            input_ids=tokens.ids[:limit],
-            loss_mask=mask[:limit],
-            next_is_supervised=bool(mask[limit - 1] and mask[limit]),
-            tail_length=max(tokens.tail_length - (size - limit), 0),
+        return Outcome(
+            origin=row.origin,
+            line=row.line,
+            row_id=row.row_id,
+            rows=kept,
+            dropped_turns=[problem.reason for problem in dropped],
+            repairs=repairs,
+            notes=notes,
+            method=method,
+            num_unsupervised=num_unsupervised,
+            num_cut=num_cut,
         )
 
-    def _useless(self, row: TokenRow, whole: Tokens) -> UnusableRow | None:
+    def _beyond_vocabulary(self, row: TokenRow) -> UnusableRow | None:
+        odd = next((token for token in row.input_ids if not 0 <= token < self.vocab_size), None)
+        if odd is None:
+            return None
+        return UnusableRow("id beyond the vocabulary", f"id {odd}, the verifier has 0 to {self.vocab_size - 1}")
+
+    def _cut(self, whole: TokenRow) -> TokenRow:
+        limit, mask = self.seq_length, whole.loss_mask
+        excess = len(mask) - limit
+        if excess <= 0:
+            return whole
+        return replace(
+            whole,
+            input_ids=whole.input_ids[:limit],
+            loss_mask=mask[:limit],
+            next_is_supervised=bool(mask[limit - 1] and mask[limit]),
+            tail_length=max(whole.tail_length - excess, 0),
+        )
+
+    def _useless(self, row: TokenRow, whole: TokenRow) -> UnusableRow | None:
         """Why training could learn nothing from a row, or None."""
         supervised = sum(row.loss_mask)
-        if supervised == 0 and 1 in whole.mask:
-            first = whole.mask.index(1)
+        if supervised == 0 and 1 in whole.loss_mask:
+            first = whole.loss_mask.index(1)
             detail = f"the first reply begins at token {first + 1}, --seq-length is {self.seq_length}"
             return UnusableRow(NO_TOKEN, detail)
         if supervised == 0:
-            return UnusableRow(NO_SPAN, f"0 of {len(whole.ids)} tokens supervised")
+            return UnusableRow(NO_SPAN, f"0 of {len(whole.input_ids)} tokens supervised")
         if not row.label_positions():
             return UnusableRow(TOO_SHORT, "a reply of one token leaves nothing to draft")
         if supervised < self.minimum_valid_tokens:
@@ -249,9 +244,15 @@ def _supervise(mask: list[int], start: int, end: int, tagged: list[int] | None, 
         mask[end - 1] = 1
 
 
+def _uncut(row_id: str, source: str, ids: list[int], mask: list[int]) -> TokenRow:
+    return TokenRow(
+        row_id=row_id, source=source, input_ids=ids, loss_mask=mask, next_is_supervised=False, tail_length=0
+    )
+
+
 def _lost(row: Conversation | TextRow | ReadyRow, problem: UnusableRow) -> Outcome:
-    rejected = Rejected(row.source, row.origin, row.line, row.row_id, problem.reason, problem.detail)
-    return Outcome(row.origin, row.line, row.row_id, [], rejected)
+    why = rejected(problem, row.source, row.origin, row.line, row.row_id)
+    return Outcome(origin=row.origin, line=row.line, row_id=row.row_id, rejected=why)
 
 
 # ---- Rendered text (`--mode text`): where its replies are, by the template's own markers or by a pattern.

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from peagle.drafter.model_config import DrafterConfig
-from peagle.embedded import NAMES, told
+from peagle.embedded import NAMES, name_of
 from peagle.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ def card(config: DrafterConfig, run: Mapping[str, Any], measured: str | None, li
 
 def public_name(verifier: str) -> str:
     """A hub id as it is; the embedded verifier by the name that commands take; of another folder only its name."""
-    if told(verifier) in NAMES:
-        return told(verifier)
+    if name_of(verifier) in NAMES:
+        return name_of(verifier)
     return verifier if is_hub_id(verifier) else PurePath(verifier).name
 
 

@@ -11,20 +11,20 @@ from typing import Any
 
 from peagle.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent
-VERIFIER = ROOT / "verifier"
-TRAIN_QUESTIONS = ROOT / "questions" / "train.jsonl"
-TEST_QUESTIONS = ROOT / "questions" / "test.jsonl"
+_ROOT = Path(__file__).resolve().parent
+VERIFIER = _ROOT / "verifier"
+TRAIN_QUESTIONS = _ROOT / "questions" / "train.jsonl"
+TEST_QUESTIONS = _ROOT / "questions" / "test.jsonl"
 NAMES = {"embedded:verifier": VERIFIER, "embedded:train": TRAIN_QUESTIONS, "embedded:test": TEST_QUESTIONS}
 
-__all__ = ["NAMES", "ROOT", "TEST_QUESTIONS", "TRAIN_QUESTIONS", "VERIFIER", "resolve", "told"]
+__all__ = ["NAMES", "TEST_QUESTIONS", "TRAIN_QUESTIONS", "VERIFIER", "name_of", "resolve"]
 
 
 def resolve(value: Any) -> Any:
-    """Replace the names above by paths, also in lists and behind `LABEL=`; anything else comes back as it was.
+    """Replace the names above with paths, in lists and after `LABEL=` too; return anything else unchanged.
 
     Raises:
-        ConfigError: a name that starts with `embedded:` but is none of the three.
+        ConfigError: a name that starts with `embedded:` but is not one of the three.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(resolve(item) for item in value)
@@ -34,10 +34,10 @@ def resolve(value: Any) -> Any:
     if not name.startswith("embedded:"):
         return value
     if name not in NAMES:
-        raise ConfigError(f"{name}: nothing of that name is shipped; there are {', '.join(NAMES)}")
+        raise ConfigError(f"{name}: no such name; peagle ships {', '.join(NAMES)}")
     return label + sign + str(NAMES[name])
 
 
-def told(path: str | Path) -> str:
-    """A path as people typed it: of what is shipped its name above, else the path."""
+def name_of(path: str | Path) -> str:
+    """A path as people typed it: the name above if it is shipped, else the path itself."""
     return next((name for name, shipped in NAMES.items() if Path(path) == shipped), str(path))
