@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from peagle.errors import VerifierError
-from peagle.verifier.model_config import drafter_rope, load_verifier_config
+from peagle.verifier.model_config import drafter_rope, load_verifier_config, resolve_aux_layer_ids
 from tests import fakes
 
 
@@ -15,7 +15,7 @@ def qwen3(tmp_path):
     return fakes.tiny_verifier(tmp_path / "verifier", "qwen3")
 
 
-def facts_with(folder, **changes):
+def config_with(folder, **changes):
     fakes.edit_config(folder, **changes)
     return load_verifier_config(str(folder), False)
 
@@ -34,20 +34,20 @@ def inverse_frequencies(rope, head_dim):
     ids=["old", "old with null scaling", "new"],
 )
 def test_F10_rope_base_is_read_from_the_old_and_the_new_layout(qwen3, changes):
-    verifier_config = facts_with(qwen3, head_dim=64, **changes)
+    verifier_config = config_with(qwen3, head_dim=64, **changes)
     assert verifier_config.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
     assert inverse_frequencies(verifier_config.rope_parameters, 64)[1].item() == pytest.approx(0.649, abs=1e-3)
 
 
 def test_F10_rope_scaling_of_the_old_layout_keeps_its_type_and_keys(qwen3):
     scaling = {"type": "linear", "factor": 2.0}
-    verifier_config = facts_with(qwen3, rope_parameters=..., rope_theta=1e6, rope_scaling=scaling)
+    verifier_config = config_with(qwen3, rope_parameters=..., rope_theta=1e6, rope_scaling=scaling)
     assert verifier_config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
 
 
 @pytest.mark.parametrize("rope", [None, ..., {"rope_type": "default", "rope_theta": 10000.0}])
 def test_F12_null_absent_and_default_rope_are_plain_rope(qwen3, rope):
-    assert facts_with(qwen3, rope_parameters=rope).rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert config_with(qwen3, rope_parameters=rope).rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def test_F12_yarn_reaches_the_drafter_as_yarn_with_all_its_keys(tmp_path):
@@ -59,12 +59,12 @@ def test_F12_yarn_reaches_the_drafter_as_yarn_with_all_its_keys(tmp_path):
 
 
 def test_F13_an_explicit_head_width_is_honoured(qwen3):
-    assert facts_with(qwen3, head_dim=32).head_dim == 32
+    assert config_with(qwen3, head_dim=32).head_dim == 32
 
 
 def test_F13_without_head_dim_it_is_hidden_size_over_heads(tmp_path):
     folder = fakes.tiny_verifier(tmp_path, "qwen2")
-    assert facts_with(folder, head_dim=..., num_attention_heads=2).head_dim == 32
+    assert config_with(folder, head_dim=..., num_attention_heads=2).head_dim == 32
 
 
 def test_F08_nested_sizes_other_activation_key_and_split_rope_are_read(tmp_path):
@@ -100,7 +100,7 @@ def test_F08_a_gemma_4_style_configuration_is_read(tmp_path):
 
 def test_F06_a_quantisation_block_is_said_and_stays_out_of_everything_else(qwen3):
     plain = load_verifier_config(str(qwen3), False)
-    verifier_config = facts_with(qwen3, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    verifier_config = config_with(qwen3, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
     assert (plain.quantization, verifier_config.quantization) == (None, "fp8")
     assert {key for key, value in vars(verifier_config).items() if value != vars(plain)[key]} == {"quantization"}
 
@@ -172,3 +172,38 @@ def test_tensor_names_are_given_by_role(qwen3):
     for wrong in ("tail=x", "head", "head="):
         with pytest.raises(VerifierError, match="roles are embedding, norm, head"):
             verifier_config.with_tensor_names([wrong])
+
+
+def test_the_default_is_the_published_one():
+    assert resolve_aux_layer_ids(36, None) == (2, 18, 33)
+    assert resolve_aux_layer_ids(8, None) == (2, 4, 5)
+
+
+@pytest.mark.parametrize("num_layers", range(1, 9))
+def test_H18_shallow_verifiers_get_distinct_ids_in_range_or_a_message(num_layers):
+    if num_layers < 7:
+        with pytest.raises(VerifierError, match=f"verifier of {num_layers} layers.*--target-layer-ids"):
+            resolve_aux_layer_ids(num_layers, None)
+        return
+    ids = resolve_aux_layer_ids(num_layers, None)
+    assert list(ids) == sorted(set(ids))
+    assert ids[0] >= 0
+    assert ids[-1] <= num_layers
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"), [((2, 2, 5), "given twice"), ((2, 4, 9), "9 does not exist"), ((-1,), "-1")]
+)
+def test_H18_users_lists_with_duplicates_or_out_of_range_are_refused(asked, message):
+    with pytest.raises(VerifierError, match=message):
+        resolve_aux_layer_ids(8, asked)
+
+
+def test_H13_the_last_layer_is_a_valid_id_and_one_beyond_it_is_not():
+    assert resolve_aux_layer_ids(8, (2, 4, 5, 8)) == (2, 4, 5, 8)
+    with pytest.raises(VerifierError, match="9 does not exist"):
+        resolve_aux_layer_ids(8, (2, 4, 5, 9))
+
+
+def test_ids_in_any_order_come_out_ascending_as_states_are_laid_out():
+    assert resolve_aux_layer_ids(8, (5, 2, 4)) == (2, 4, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class TransformersVerifier:
     """A verifier in this process.
 
     Args:
-        verifier_config: what to load.
+        config: what to load.
         dtype: "auto" for the verifier's own, else "float32", "bfloat16", "float16" or a torch dtype.
         device: "auto" for the first GPU or else the CPU, or a torch device.
 
@@ -47,19 +48,16 @@ class TransformersVerifier:
         VerifierError: it cannot be loaded, or weights are missing from its files; one line.
     """
 
-    def __init__(self, verifier_config: VerifierConfig, dtype: str | torch.dtype, device: str | torch.device) -> None:
-        self.verifier_config = verifier_config
+    def __init__(self, config: VerifierConfig, dtype: str | torch.dtype, device: str | torch.device) -> None:
+        self.verifier_config = config
         self.device = resolve_device(device)
-        self.dtype = resolve_dtype(verifier_config, dtype)
-        self.model = _load_model(verifier_config, self.dtype, self.device)
+        self.dtype = resolve_dtype(config, dtype)
+        self.model = _load_model(config, self.dtype, self.device)
         self.decoder = self.model.get_decoder()
-        self.layers = _decoder_layers(self.decoder, verifier_config)
-        head = self.model.get_output_embeddings()
-        if head is None:
-            raise VerifierError(
-                f"{verifier_config.name_or_path}: {type(self.model).__name__} has no language-model head"
-            )
-        self.lm_head = head
+        self.layers = _decoder_layers(self.decoder, config)
+        self.lm_head = self.model.get_output_embeddings()
+        if self.lm_head is None:
+            raise VerifierError(f"{config.name_or_path}: {type(self.model).__name__} has no language-model head")
 
     def states(self, rows: Sequence[list[int]], aux_layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Auxiliary and last states of each row, in the order given.
@@ -69,17 +67,17 @@ class TransformersVerifier:
 
         Args:
             rows: token ids, none empty.
-            aux_layer_ids: see `layers.resolve_aux_layer_ids`.
+            aux_layer_ids: see `resolve_aux_layer_ids`.
 
         Returns:
             For each row (aux_states [num_tokens, num_aux_layers * hidden_size], last_states [num_tokens, hidden_size]),
             on the CPU in the verifier's dtype; last_states are before the final norm.
         """
-        found: dict[int, PassStates] = {}
+        states: dict[int, PassStates] = {}
         for group in group_by_length([len(row) for row in rows], 16):
             passed = self.run([rows[i] for i in group], aux_layer_ids, [[] for _ in group])
-            found.update(zip(group, passed))
-        return [(found[i].aux_states, found[i].last_states) for i in range(len(rows))]
+            states.update(zip(group, passed))
+        return [(states[i].aux_states, states[i].last_states) for i in range(len(rows))]
 
     @torch.no_grad()
     def run(
@@ -115,7 +113,7 @@ class TransformersVerifier:
 
         Raises:
             VerifierError: the logits differ by more than the dtype's rounding: a family whose norm, scale or soft-cap
-                is not what `verifier_config` says.
+                is not what `model_config` says.
         """
         last_id = self.verifier_config.num_layers
         with _captured(self.layers, {last_id}) as captured:
@@ -124,9 +122,10 @@ class TransformersVerifier:
         mine = head.logits(head.normed(captured[last_id].to(head.weight.device))).float().to(own.device)
         error = float((mine - own).abs().max() / own.abs().max())
         if not error < _HEAD_TOLERANCE[self.dtype]:
+            config = self.verifier_config
             raise VerifierError(
-                f"{self.verifier_config.name_or_path}: head(norm(last states)) differs from the model's own by {error:.2g} "
-                f"of the largest: peagle does not know how the {self.verifier_config.model_type} family computes them"
+                f"{config.name_or_path}: head(norm(last states)) differs from the model's own by {error:.2g} of the "
+                f"largest: peagle does not know how the {config.model_type} family computes them"
             )
 
 
@@ -164,11 +163,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
-def resolve_dtype(verifier_config: VerifierConfig, dtype: str | torch.dtype) -> torch.dtype:
+def resolve_dtype(config: VerifierConfig, dtype: str | torch.dtype) -> torch.dtype:
     """ "auto" is the verifier's own dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    name = verifier_config.dtype if dtype == "auto" else dtype
+    name = config.dtype if dtype == "auto" else dtype
     if name not in ("float32", "bfloat16", "float16"):
         raise VerifierError(f"--dtype {name}: expected auto, float32, bfloat16 or float16")
     return getattr(torch, name)
@@ -196,35 +195,32 @@ def group_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 @contextlib.contextmanager
 def _captured(layers: nn.ModuleList, ids: set[int]) -> Iterator[dict[int, Tensor]]:
     """Collect the residual stream at layer ids during a pass: 0 enters the first layer, j leaves layer j - 1."""
-    found: dict[int, Tensor] = {}
-    handles = []
+    states: dict[int, Tensor] = {}
 
-    def keep_output(layer_id: int) -> Any:
-        def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            found[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
+    def keep_output(layer_id: int, module: nn.Module, arguments: Any, output: Any) -> None:
+        states[layer_id] = output[0] if isinstance(output, tuple) else output
 
     def keep_input(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
-        found[0] = arguments[0] if arguments else named["hidden_states"]
+        states[0] = arguments[0] if arguments else named["hidden_states"]
 
+    handles = [
+        layers[layer_id - 1].register_forward_hook(functools.partial(keep_output, layer_id))
+        if layer_id
+        else layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+        for layer_id in ids
+    ]
     try:
-        for layer_id in ids:
-            if layer_id == 0:
-                handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
-            else:
-                handles.append(layers[layer_id - 1].register_forward_hook(keep_output(layer_id)))
-        yield found
+        yield states
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _load_model(verifier_config: VerifierConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def _load_model(verifier: VerifierConfig, dtype: torch.dtype, device: torch.device) -> Any:
     import transformers
     from transformers.utils import logging as hf_logging
 
-    name, trust = verifier_config.name_or_path, verifier_config.trust_remote_code
+    name, trust = verifier.name_or_path, verifier.trust_remote_code
     shows_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -250,31 +246,27 @@ def _load_model(verifier_config: VerifierConfig, dtype: torch.dtype, device: tor
             f"{name}: its files lack {len(missing)} of the model's tensors (first: {missing[0]}); they would be random"
         )
     model.eval().requires_grad_(False)
-    return model if verifier_config.quantization else model.to(device)
+    return model if verifier.quantization else model.to(device)
 
 
-def _decoder_layers(decoder: nn.Module, verifier_config: VerifierConfig) -> nn.ModuleList:
+def _decoder_layers(decoder: nn.Module, verifier: VerifierConfig) -> nn.ModuleList:
     for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == verifier_config.num_layers:
+        if isinstance(module, nn.ModuleList) and len(module) == verifier.num_layers:
             return module
     raise VerifierError(
-        f"{verifier_config.name_or_path}: {type(decoder).__name__} has no list of {verifier_config.num_layers} layers"
+        f"{verifier.name_or_path}: {type(decoder).__name__} has no list of {verifier.num_layers} layers"
     )
 
 
-# ---- Hidden states of token rows through Transformers, in this process: the source behind `peagle extract` by
-# default.
-
-
 class TransformersSource:
-    """Runs rows of like length together.
+    """A `StateSource` over the verifier in this process: rows of like length run together.
 
     The groups depend on the whole job, not on what is left of it, and a group of which one row is wanted runs whole: a
     resumed job gives the bits of an uninterrupted one.
 
     Args:
         verifier: the model.
-        aux_layer_ids: see `layers.resolve_aux_layer_ids`.
+        aux_layer_ids: see `resolve_aux_layer_ids`.
         batch_size: rows of one pass.
         with_choices: give the verifier's next-token choice at every position that has a label.
     """
@@ -284,11 +276,8 @@ class TransformersSource:
     ) -> None:
         self._verifier, self._aux_layer_ids = verifier, aux_layer_ids
         self._batch_size, self._with_choices = batch_size, with_choices
-
-    @property
-    def max_tokens(self) -> int:
+        self.max_tokens = verifier.verifier_config.max_position_embeddings
         """The verifier's own limit."""
-        return self._verifier.verifier_config.max_position_embeddings
 
     def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates]:
         """See `source.StateSource.states`; refuses no row."""

@@ -82,7 +82,7 @@ class VerifierConfig:
     logit_softcap: float | None
     """Logits = cap * tanh(logits / cap)."""
     eos_token_ids: tuple[int, ...]
-    """From generation_config.json, else config.json. `tokenizer.eos_ids` adds the tokenizer's own."""
+    """From generation_config.json, else config.json. `special_tokens.eos_ids` adds the tokenizer's own."""
     hidden_act: str
     attention_bias: bool
     has_text_config: bool
@@ -94,7 +94,7 @@ class VerifierConfig:
     """Overrides of tensor names by role ("embedding", "norm", "head"); empty: known names are tried."""
 
     def with_tensor_names(self, names: Sequence[str]) -> VerifierConfig:
-        """The same verifier_config with tensor names given by the user, for a family whose names `weights.py` does not know.
+        """The same with tensor names given by the user, for a family whose names `weights.py` does not know.
 
         Args:
             names: "role=name" each, as `--verifier-tensors` takes them; roles are embedding, norm and head.
@@ -102,26 +102,26 @@ class VerifierConfig:
         Raises:
             VerifierError: an unknown role, or no name.
         """
-        found = {}
+        tensor_names = {}
         for text in names:
             role, _, name = text.partition("=")
             if role not in ("embedding", "norm", "head") or not name:
                 raise VerifierError(
                     f"--verifier-tensors {text}: expected ROLE=NAME, and roles are embedding, norm, head"
                 )
-            found[role] = name
-        return dataclasses.replace(self, tensor_names=found)
+            tensor_names[role] = name
+        return dataclasses.replace(self, tensor_names=tensor_names)
 
 
 def load_verifier_config(name_or_path: str, trust_remote_code: bool) -> VerifierConfig:
-    """Read a verifier's verifier_config from its configuration.
+    """Read what `peagle` has to know about a verifier from its configuration.
 
     Args:
         name_or_path: a model folder or a hub id.
         trust_remote_code: let the model's own configuration code run.
 
     Returns:
-        The verifier_config, every number resolved (class defaults of Transformers included).
+        The configuration, every number resolved (class defaults of Transformers included).
 
     Raises:
         VerifierError: there is no such model, no configuration, an unknown model type, or a field without which
@@ -129,14 +129,14 @@ def load_verifier_config(name_or_path: str, trust_remote_code: bool) -> Verifier
     """
     config = _load_config(name_or_path, trust_remote_code)
     try:
-        return _facts_of(config, name_or_path, trust_remote_code)
+        return _of_config(config, name_or_path, trust_remote_code)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise VerifierError(
             f"{name_or_path}: its configuration holds a value that cannot be used ({one_line(error)})"
         ) from None
 
 
-def _facts_of(config: Any, name_or_path: str, trust_remote_code: bool) -> VerifierConfig:
+def _of_config(config: Any, name_or_path: str, trust_remote_code: bool) -> VerifierConfig:
     text = config.get_text_config()
     read = _Reader(text, name_or_path)
     model_type = str(text.model_type)
@@ -144,16 +144,15 @@ def _facts_of(config: Any, name_or_path: str, trust_remote_code: bool) -> Verifi
     num_heads = read.whole("num_attention_heads")
     head_dim = read.maybe("head_dim") or hidden_size // num_heads
     intermediate = read.maybe("intermediate_size") or read.maybe("ffn_hidden_size") or 4 * hidden_size
-    if isinstance(intermediate, (list, tuple)):
-        intermediate = max(intermediate)
     tied = read.maybe("tie_word_embeddings") if config is text else getattr(config, "tie_word_embeddings", None)
     softcap = read.maybe("final_logit_softcapping")
+    divisor = read.first("logits_scaling", "logits_mup_width_multiplier", default=1.0)
     return VerifierConfig(
         name_or_path=str(name_or_path),
         architectures=tuple(config.architectures or ()),
         model_type=model_type,
         hidden_size=hidden_size,
-        intermediate_size=int(intermediate),
+        intermediate_size=int(max(intermediate) if isinstance(intermediate, (list, tuple)) else intermediate),
         num_layers=read.whole("num_hidden_layers"),
         num_attention_heads=num_heads,
         num_key_value_heads=int(read.maybe("num_key_value_heads") or num_heads),
@@ -167,8 +166,12 @@ def _facts_of(config: Any, name_or_path: str, trust_remote_code: bool) -> Verifi
         dtype=_dtype_name(config, text, name_or_path),
         tied=bool(tied),
         norm_adds_one=model_type in _NORM_ADDS_ONE,
-        embedding_scale=_embedding_scale(read, model_type, hidden_size),
-        logit_scale=_logit_scale(read),
+        embedding_scale=float(
+            hidden_size**0.5
+            if model_type in _SCALES_EMBEDDING
+            else read.first("embedding_multiplier", "scale_emb", default=1.0)
+        ),
+        logit_scale=float(read.first("logit_scale", "lm_head_multiplier", default=1.0 / float(divisor))),
         logit_softcap=None if softcap is None else float(softcap),
         eos_token_ids=_eos_token_ids(config, text, name_or_path),
         hidden_act=str(read.maybe("hidden_act") or read.maybe("hidden_activation") or "silu"),
@@ -210,6 +213,43 @@ def drafter_rope(given: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": str(kind), **kept, "rope_theta": float(kept.get("rope_theta") or 10000.0)}
 
 
+def resolve_aux_layer_ids(num_layers: int, given: Sequence[int] | None) -> tuple[int, ...]:
+    """Which of the verifier's layers a drafter reads: those given, or the default 2, L // 2, L - 3.
+
+    Args:
+        num_layers: L, layers of the verifier.
+        given: ids in any order (states always come in ascending order, as in vLLM), or None.
+
+    Returns:
+        Distinct ids in 0 .. L, ascending.
+
+    Raises:
+        VerifierError: an id is out of range or given twice, or the default collides in a shallow verifier.
+
+    Example:
+        36 layers give (2, 18, 33); 8 give (2, 4, 5); 6 would give 2, 3, 3 and are refused.
+    """
+    if given:
+        ids = [int(i) for i in given]
+        outside = [i for i in ids if not 0 <= i <= num_layers]
+        if outside:
+            raise VerifierError(
+                f"layer id {outside[0]} does not exist: the verifier has {num_layers} layers, so ids are 0 (embedding "
+                f"output) to {num_layers} (after the last layer). Set --target-layer-ids."
+            )
+        twice = sorted({i for i in ids if ids.count(i) > 1})
+        if twice:
+            raise VerifierError(f"layer id {twice[0]} is given twice in {ids}: --target-layer-ids must be distinct")
+        return tuple(sorted(ids))
+    default = (2, num_layers // 2, num_layers - 3)
+    if not (default[0] < default[1] < default[2]):
+        raise VerifierError(
+            f"the default layer ids (2, L // 2, L - 3) collide for a verifier of {num_layers} layers: {default}. "
+            f"Choose three distinct ids from 0 to {num_layers} with --target-layer-ids."
+        )
+    return default
+
+
 class _Reader:
     """Reads fields of a config that may be absent, null, or different per layer."""
 
@@ -222,10 +262,13 @@ class _Reader:
         except RuntimeError:  # Transformers >= 5.1x: the field differs by layer and has no single value
             per_layer = self.config.per_layer_config
             kinds = getattr(self.config, "layer_types", None) or []
-            full = [i for i, kind in enumerate(kinds) if kind == "full_attention"] or [
-                self.config.num_hidden_layers - 1
-            ]
+            last = self.config.num_hidden_layers - 1
+            full = [i for i, kind in enumerate(kinds) if kind == "full_attention"] or [last]
             return getattr(per_layer[full[-1]], field, None)
+
+    def first(self, *fields: str, default: Any) -> Any:
+        """The first of the fields that is set."""
+        return next((value for field in fields if (value := self.maybe(field)) is not None), default)
 
     def whole(self, field: str) -> int:
         value = self.maybe(field)
@@ -259,10 +302,9 @@ def looks_like_path(name: str) -> bool:
 
 
 def _norm_eps(read: _Reader, model_type: str) -> float:
-    for name in _RMS_EPS_NAMES:
-        value = read.maybe(name)
-        if value is not None:
-            return float(value)
+    value = read.first(*_RMS_EPS_NAMES, default=None)
+    if value is not None:
+        return float(value)
     if model_type in _RMS_WITH_LAYER_NORM_NAME:
         return float(read.maybe("layer_norm_epsilon") or 1e-5)
     raise VerifierError(
@@ -281,28 +323,6 @@ def _rope_as_given(text: Any) -> dict[str, Any]:
     return given
 
 
-def _embedding_scale(read: _Reader, model_type: str, hidden_size: int) -> float:
-    if model_type in _SCALES_EMBEDDING:
-        return float(hidden_size**0.5)
-    for name in ("embedding_multiplier", "scale_emb"):
-        value = read.maybe(name)
-        if value is not None:
-            return float(value)
-    return 1.0
-
-
-def _logit_scale(read: _Reader) -> float:
-    for name in ("logit_scale", "lm_head_multiplier"):
-        value = read.maybe(name)
-        if value is not None:
-            return float(value)
-    for name in ("logits_scaling", "logits_mup_width_multiplier"):
-        value = read.maybe(name)
-        if value is not None:
-            return 1.0 / float(value)
-    return 1.0
-
-
 def _dtype_name(config: Any, text: Any, name_or_path: str) -> str:
     for holder in (text, config):
         value = getattr(holder, "dtype", None)
@@ -314,7 +334,7 @@ def _dtype_name(config: Any, text: Any, name_or_path: str) -> str:
 
 
 def _stored_dtype(name_or_path: str) -> str | None:
-    """Dtype of the first float tensor of a local safetensors file, for a configuration that names none."""
+    """Dtype of the first float tensor in local safetensors files, for a configuration that names none."""
     from safetensors import safe_open
 
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -344,46 +364,5 @@ def _quantization(config: Any, text: Any) -> str | None:
     for holder in (config, text):
         block = getattr(holder, "quantization_config", None)
         if block:
-            found = block if isinstance(block, dict) else block.to_dict()
-            return str(found.get("quant_method") or "unnamed")
+            return str((block if isinstance(block, dict) else block.to_dict()).get("quant_method") or "unnamed")
     return None
-
-
-# ---- Which of the verifier's layers a drafter reads.
-
-
-def resolve_aux_layer_ids(num_layers: int, asked: Sequence[int] | None) -> tuple[int, ...]:
-    """The auxiliary layer ids: those asked for, or the default 2, L // 2, L - 3.
-
-    Args:
-        num_layers: L, layers of the verifier.
-        asked: ids in any order (states are always laid out in ascending order, as in vLLM), or None.
-
-    Returns:
-        Distinct ids in 0 .. L, ascending.
-
-    Raises:
-        VerifierError: an id is out of range or given twice, or the default collides in a shallow verifier.
-
-    Example:
-        36 layers give (2, 18, 33); 8 give (2, 4, 5); 6 would give 2, 3, 3 and are refused.
-    """
-    if asked:
-        ids = [int(i) for i in asked]
-        outside = [i for i in ids if not 0 <= i <= num_layers]
-        if outside:
-            raise VerifierError(
-                f"layer id {outside[0]} does not exist: the verifier has {num_layers} layers, so ids are 0 (embedding "
-                f"output) to {num_layers} (after the last layer). Set --target-layer-ids."
-            )
-        twice = sorted({i for i in ids if ids.count(i) > 1})
-        if twice:
-            raise VerifierError(f"layer id {twice[0]} is given twice in {ids}: --target-layer-ids must be distinct")
-        return tuple(sorted(ids))
-    default = (2, num_layers // 2, num_layers - 3)
-    if not (default[0] < default[1] < default[2]):
-        raise VerifierError(
-            f"the default layer ids (2, L // 2, L - 3) collide for a verifier of {num_layers} layers: {default}. "
-            f"Choose three distinct ids from 0 to {num_layers} with --target-layer-ids."
-        )
-    return default

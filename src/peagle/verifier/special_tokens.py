@@ -1,4 +1,4 @@
-"""Which token stands where a deeper slot does not know its token yet."""
+"""Tokens with a role: those that end the verifier's answers, and the one that stands for what a slot does not know."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from peagle.data.tokenizer import load_tokenizer, tokenizer_sha256
 from peagle.errors import VerifierError
 from peagle.verifier.model_config import VerifierConfig
+
+__all__ = ["MaskToken", "eos_ids", "load_tokenizer", "resolve_mask_token", "tokenizer_sha256"]
 
 NEW_TOKEN = "<|MASK|>"
 
@@ -24,30 +26,30 @@ class MaskToken:
     """What may be wrong with it, for the log and the run's record; None when nothing is."""
 
 
-def resolve_mask_token(tokenizer: Any, vocab_size: int, asked: int | None, must_not: Collection[int]) -> MaskToken:
+def resolve_mask_token(tokenizer: Any, vocab_size: int, given: int | None, seen_ids: Collection[int]) -> MaskToken:
     """Choose the mask token id: a real row of the verifier's embedding, which is never resized.
 
-    In order: `asked`; the tokenizer's own mask token; a `<|MASK|>` token, existing or new, in an embedding row that the
+    In order: `given`; the tokenizer's own mask token; a `<|MASK|>` token, existing or new, in an embedding row that the
     tokenizer does not use (Qwen3-8B: 151669); then pad, eos, unk, each with a warning, because the drafter then cannot
     tell a slot it must guess from a real such token.
 
     Args:
         tokenizer: a Transformers tokenizer.
         vocab_size: rows of the verifier's embedding.
-        asked: `--mask-token-id`, or None.
-        must_not: ids that occur in the data; an unused row is looked for outside them.
+        given: `--mask-token-id`, or None.
+        seen_ids: ids that occur in the data; an unused row is looked for outside them.
 
     Returns:
         The choice.
 
     Raises:
-        VerifierError: `asked` is no row of the embedding, or nothing is left; says what to set.
+        VerifierError: `given` is no row of the embedding, or nothing is left; says what to set.
 
     Example:
         100 tokens in 128 rows, no mask token: id 100, "unused embedding row", no warning.
     """
-    if asked is not None:
-        return _asked(tokenizer, vocab_size, asked, must_not)
+    if given is not None:
+        return _given(tokenizer, vocab_size, given, seen_ids)
     own = getattr(tokenizer, "mask_token_id", None)
     if own is not None and own < vocab_size:
         return MaskToken(int(own), "tokenizer's mask token", None)
@@ -55,7 +57,7 @@ def resolve_mask_token(tokenizer: Any, vocab_size: int, asked: int | None, must_
     named = vocabulary.get(NEW_TOKEN)
     if named is not None and named < vocab_size:
         return MaskToken(int(named), f"tokenizer's {NEW_TOKEN}", None)
-    taken = {*vocabulary.values(), *must_not}
+    taken = {*vocabulary.values(), *seen_ids}
     after_last = max(vocabulary.values(), default=-1) + 1
     for candidate in (*range(after_last, vocab_size), *range(min(after_last, vocab_size))):
         if candidate not in taken:
@@ -75,33 +77,28 @@ def resolve_mask_token(tokenizer: Any, vocab_size: int, asked: int | None, must_
     )
 
 
-def _asked(tokenizer: Any, vocab_size: int, asked: int, must_not: Collection[int]) -> MaskToken:
-    if not 0 <= asked < vocab_size:
+def _given(tokenizer: Any, vocab_size: int, given: int, seen_ids: Collection[int]) -> MaskToken:
+    if not 0 <= given < vocab_size:
         raise VerifierError(
-            f"--mask-token-id {asked} is no row of the verifier's embedding, which has {vocab_size} (0 to "
+            f"--mask-token-id {given} is no row of the verifier's embedding, which has {vocab_size} (0 to "
             f"{vocab_size - 1}) and is not resized"
         )
-    roles = [name for name in ("pad", "eos", "bos", "unk") if getattr(tokenizer, f"{name}_token_id", None) == asked]
-    trouble = None
+    roles = [name for name in ("pad", "eos", "bos", "unk") if getattr(tokenizer, f"{name}_token_id", None) == given]
     if roles:
         trouble = f"is also the {' and '.join(roles)} token"
-    elif asked in must_not:
-        trouble = f"({_text(tokenizer, asked)!r}) occurs in the data"
-    warning = f"--mask-token-id {asked} {trouble}: the drafter cannot tell a slot it must guess from that token"
-    return MaskToken(asked, "asked", warning if trouble else None)
+    elif given in seen_ids:
+        trouble = f"({_text(tokenizer, given)!r}) occurs in the data"
+    else:
+        return MaskToken(given, "asked", None)
+    warning = f"--mask-token-id {given} {trouble}: the drafter cannot tell a slot it must guess from that token"
+    return MaskToken(given, "asked", warning)
 
 
 def _text(tokenizer: Any, token_id: int) -> str:
     return str(tokenizer.convert_ids_to_tokens(token_id))
 
 
-# ---- The verifier's tokenizer, and the tokens that end its answers.
-
-
-__all__ = ["eos_ids", "load_tokenizer", "tokenizer_sha256"]
-
-
-def eos_ids(verifier_config: VerifierConfig, tokenizer: Any) -> tuple[int, ...]:
+def eos_ids(verifier: VerifierConfig, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end an answer: the verifier's own list and the tokenizer's eos, ascending, as vLLM stops."""
     own = tokenizer.eos_token_id
-    return tuple(sorted({*verifier_config.eos_token_ids, *([] if own is None else [int(own)])}))
+    return tuple(sorted({*verifier.eos_token_ids, *([] if own is None else [int(own)])}))

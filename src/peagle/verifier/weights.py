@@ -1,4 +1,4 @@
-"""The verifier's final norm, head and embedding, read slice by slice from its files without loading the model.
+"""The verifier's final norm, head and embedding, read from its files tensor by tensor without loading the model.
 
 Quantised verifiers keep these three in a plain dtype as a rule. FP8 and INT8 ones are dequantised; packed ones are
 refused by the name of their format, never read as if their bytes were numbers.
@@ -11,7 +11,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,26 @@ _LEAVES = {
     "norm": ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"),
     "head": ("lm_head", "embed_out", "output", "output_layer"),
 }
+_CLOSE = {"embedding": ("embed", "wte"), "norm": ("norm", "ln_f"), "head": ("head", "output", "embed")}
 _PACKED = {  # suffix of the tensor that replaces `.weight` -> name of the format
     "weight_packed": "compressed-tensors, packed",
     "qweight": "GPTQ or AWQ",
     "weight_blocks": "MXFP4",
     "weight_q": "HQQ",
 }
+_USE_ANOTHER = (
+    ", and peagle does not unpack that format. Use a copy of the verifier whose head and embedding are not quantised."
+)
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What safetensors, torch and pickle raise for a file that is damaged or of another kind.
+_UNREADABLE = (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
+_SINGLES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
+_GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,27 +106,15 @@ class VerifierHead:
         Args:
             ids: verifier ids of the pruned vocabulary, int64, [draft_vocab_size].
         """
-        return VerifierHead(
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-            weight=self.weight[ids.to(self.weight.device)].contiguous(),
-            logit_scale=self.logit_scale,
-            logit_softcap=self.logit_softcap,
-        )
+        return replace(self, weight=self.weight[ids.to(self.weight.device)].contiguous())
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> VerifierHead:
         """The head on `device` with its matrix in `dtype`; the norm stays in float32 (float64 if `dtype` is)."""
         norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        return VerifierHead(
-            norm_weight=self.norm_weight.to(device, norm_dtype),
-            norm_eps=self.norm_eps,
-            weight=self.weight.to(device, dtype),
-            logit_scale=self.logit_scale,
-            logit_softcap=self.logit_softcap,
-        )
+        return replace(self, norm_weight=self.norm_weight.to(device, norm_dtype), weight=self.weight.to(device, dtype))
 
 
-def load_head(verifier_config: VerifierConfig) -> VerifierHead:
+def load_head(verifier: VerifierConfig) -> VerifierHead:
     """Read the final norm and the head (of a tied verifier, the embedding).
 
     Returns:
@@ -121,32 +122,32 @@ def load_head(verifier_config: VerifierConfig) -> VerifierHead:
 
     Raises:
         VerifierError: no weights, unknown tensor names (close ones are listed), a packed head (its format is named),
-            shapes that do not fit the verifier_config, or a norm that is no RMS norm.
+            shapes that do not fit the configuration, or a norm that is no RMS norm.
     """
-    files = TensorFiles.open(verifier_config.name_or_path)
-    norm_name = find_tensor(files, verifier_config, "norm")
+    files = TensorFiles.open(verifier.name_or_path)
+    norm_name = find_tensor(files, verifier, "norm")
     if norm_name.removesuffix("weight") + "bias" in files.names:
         raise VerifierError(
-            f"{verifier_config.name_or_path}: its final norm is a LayerNorm ({norm_name.removesuffix('weight')}bias exists); "
+            f"{verifier.name_or_path}: its final norm is a LayerNorm ({norm_name.removesuffix('weight')}bias exists); "
             "drafters read an RMS norm, so this family is not supported"
         )
-    norm = _plain(files, norm_name, verifier_config).to(torch.float32)
-    role = "embedding" if verifier_config.tied else "head"
-    weight = _matrix(files, verifier_config, role)
-    if norm.shape != (verifier_config.hidden_size,):
+    norm = _plain(files, norm_name, verifier).to(torch.float32)
+    role = "embedding" if verifier.tied else "head"
+    weight = _matrix(files, verifier, role)
+    if norm.shape != (verifier.hidden_size,):
         raise VerifierError(
-            f"{verifier_config.name_or_path}: {norm_name} has shape {list(norm.shape)}, expected [{verifier_config.hidden_size}]"
+            f"{verifier.name_or_path}: {norm_name} has shape {list(norm.shape)}, expected [{verifier.hidden_size}]"
         )
     return VerifierHead(
-        norm_weight=norm + 1.0 if verifier_config.norm_adds_one and not files.is_gguf else norm,
-        norm_eps=verifier_config.rms_norm_eps,
+        norm_weight=norm + 1.0 if verifier.norm_adds_one and not files.is_gguf else norm,
+        norm_eps=verifier.rms_norm_eps,
         weight=weight,
-        logit_scale=verifier_config.logit_scale,
-        logit_softcap=verifier_config.logit_softcap,
+        logit_scale=verifier.logit_scale,
+        logit_softcap=verifier.logit_softcap,
     )
 
 
-def load_embedding(verifier_config: VerifierConfig) -> Tensor:
+def load_embedding(verifier: VerifierConfig) -> Tensor:
     """Read the input embedding with the family's scale folded in: the vectors that the first layer sees.
 
     Returns:
@@ -155,20 +156,18 @@ def load_embedding(verifier_config: VerifierConfig) -> Tensor:
     Raises:
         VerifierError: as `load_head`.
     """
-    weight = _matrix(TensorFiles.open(verifier_config.name_or_path), verifier_config, "embedding")
-    return (
-        weight if verifier_config.embedding_scale == 1.0 else weight.to(torch.float32) * verifier_config.embedding_scale
-    )
+    weight = _matrix(TensorFiles.open(verifier.name_or_path), verifier, "embedding")
+    return weight if verifier.embedding_scale == 1.0 else weight.to(torch.float32) * verifier.embedding_scale
 
 
-def fingerprint(verifier_config: VerifierConfig) -> str:
+def fingerprint(verifier: VerifierConfig) -> str:
     """A hash that tells this verifier's weights from another's, without reading all of them.
 
     It covers the size of each weight file and 64 KiB at 17 places of it, so it survives copying the folder and notices
     a fine-tune under the same path.
     """
     digest = hashlib.sha256()
-    for path in sorted(TensorFiles.open(verifier_config.name_or_path).paths):
+    for path in sorted(TensorFiles.open(verifier.name_or_path).paths):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as handle:
@@ -178,76 +177,63 @@ def fingerprint(verifier_config: VerifierConfig) -> str:
     return digest.hexdigest()
 
 
-def find_tensor(files: TensorFiles, verifier_config: VerifierConfig, role: str) -> str:
+def find_tensor(files: TensorFiles, verifier: VerifierConfig, role: str) -> str:
     """The name of the "embedding", "norm" or "head" weight in the files.
 
     Raises:
         VerifierError: none of the known names is there; lists the closest ones and how to say which it is.
     """
-    asked = verifier_config.tensor_names.get(role)
-    if asked is not None:
-        if asked not in files.names:
-            raise VerifierError(f"{verifier_config.name_or_path}: no tensor named {asked} (given for the {role})")
-        return asked
-    for base in _bases(role):
+    given = verifier.tensor_names.get(role)
+    if given is not None:
+        if given not in files.names:
+            raise VerifierError(f"{verifier.name_or_path}: no tensor named {given} (given for the {role})")
+        return given
+    if role == "head":
+        prefixes = ("", "language_model.", "model.", *_PREFIXES[2:])
+        bases = [prefix + leaf for leaf in _LEAVES[role] for prefix in prefixes]
+    else:
+        bases = [prefix + leaf for prefix in _PREFIXES for leaf in _LEAVES[role]]
+    for base in bases:
         for name in (f"{base}.weight", *(f"{base}.{suffix}" for suffix in _PACKED)):
             if name in files.names:
                 return name
-    words = (
-        ("embed", "wte") if role == "embedding" else ("norm", "ln_f") if role == "norm" else ("head", "output", "embed")
-    )
-    close = [name for name in sorted(files.names) if any(word in name for word in words) and ".layers." not in name]
-    listed = ", ".join((close or sorted(files.names))[:6])
+    names = sorted(files.names)
+    close = [name for name in names if any(word in name for word in _CLOSE[role]) and ".layers." not in name]
+    listed = ", ".join((close or names)[:6])
     reason = "" if role != "head" else " and its configuration says that the head is not tied to the embedding"
     raise VerifierError(
-        f"{verifier_config.name_or_path}: no known tensor name for the {role}{reason}; close ones: {listed}. Name it with "
+        f"{verifier.name_or_path}: no known tensor name for the {role}{reason}; close ones: {listed}. Name it with "
         f"--verifier-tensors {role}=NAME."
     )
 
 
-def _bases(role: str) -> list[str]:
-    if role == "head":
-        return [prefix + leaf for leaf in _LEAVES[role] for prefix in ("", "language_model.", "model.", *_PREFIXES[2:])]
-    return [prefix + leaf for prefix in _PREFIXES for leaf in _LEAVES[role]]
-
-
-def _matrix(files: TensorFiles, verifier_config: VerifierConfig, role: str) -> Tensor:
-    name = find_tensor(files, verifier_config, role)
-    weight = _plain(files, name, verifier_config)
-    if (
-        weight.ndim != 2
-        or weight.shape[1] != verifier_config.hidden_size
-        or weight.shape[0] < verifier_config.vocab_size
-    ):
+def _matrix(files: TensorFiles, verifier: VerifierConfig, role: str) -> Tensor:
+    name = find_tensor(files, verifier, role)
+    weight = _plain(files, name, verifier)
+    if weight.ndim != 2 or weight.shape[1] != verifier.hidden_size or weight.shape[0] < verifier.vocab_size:
         raise VerifierError(
-            f"{verifier_config.name_or_path}: {name} has shape {list(weight.shape)}, expected [{verifier_config.vocab_size}, "
-            f"{verifier_config.hidden_size}]"
+            f"{verifier.name_or_path}: {name} has shape {list(weight.shape)}, expected [{verifier.vocab_size}, "
+            f"{verifier.hidden_size}]"
         )
-    return weight[: verifier_config.vocab_size].contiguous()
+    return weight[: verifier.vocab_size].contiguous()
 
 
-def _plain(files: TensorFiles, name: str, verifier_config: VerifierConfig) -> Tensor:
+def _plain(files: TensorFiles, name: str, verifier: VerifierConfig) -> Tensor:
     """Read a tensor as numbers: dequantised where that is a multiplication, refused where bytes are packed."""
     base, _, suffix = name.rpartition(".")
     if suffix in _PACKED:
-        raise VerifierError(
-            f"{verifier_config.name_or_path}: {name} is quantised ({_PACKED[suffix]}), and peagle does not unpack that format. "
-            "Use a copy of the verifier whose head and embedding are not quantised."
-        )
+        raise VerifierError(f"{verifier.name_or_path}: {name} is quantised ({_PACKED[suffix]}){_USE_ANOTHER}")
     tensor = files.read(name)
     if tensor.dtype in _FLOATS:
         return tensor
-    scale_name = next(
-        (f"{base}.{end}" for end in ("weight_scale", "weight_scale_inv") if f"{base}.{end}" in files.names), None
-    )
+    scales = (f"{base}.weight_scale", f"{base}.weight_scale_inv")
+    scale_name = next((name for name in scales if name in files.names), None)
     eight_bit = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     offset = f"{base}.weight_zero_point" in files.names and bool(files.read(f"{base}.weight_zero_point").any())
     if tensor.dtype not in eight_bit or (scale_name is None and tensor.dtype == torch.int8) or offset:
-        kind = verifier_config.quantization or "unknown"
+        kind = verifier.quantization or "unknown"
         raise VerifierError(
-            f"{verifier_config.name_or_path}: {name} is stored as {str(tensor.dtype)[6:]} (quantisation: {kind}), and "
-            "peagle does not unpack that format. Use a copy of the verifier whose head and embedding are not "
-            "quantised."
+            f"{verifier.name_or_path}: {name} is stored as {str(tensor.dtype)[6:]} (quantisation: {kind}){_USE_ANOTHER}"
         )
     values = tensor.to(torch.float32)
     return values if scale_name is None else values * _spread(files.read(scale_name).to(torch.float32), values.shape)
@@ -266,23 +252,9 @@ def _spread(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
-# ---- A model's weight files seen as one table of named tensors, read one at a time.
-
-
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# What safetensors, torch and pickle raise for a file that is damaged or of another kind.
-_UNREADABLE = (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
-_SINGLES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
-_GGUF_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
 @dataclass(frozen=True)
 class TensorFiles:
-    """Which file holds which tensor."""
+    """A model's weight files as one table of named tensors, read one at a time."""
 
     name_or_path: str
     file_of: dict[str, str]
@@ -354,15 +326,7 @@ class TensorFiles:
                 with safe_open(path, "pt") as handle:
                     return handle.get_tensor(name).clone()
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[name].clone()
-        except (
-            SafetensorError,
-            OSError,
-            RuntimeError,
-            KeyError,
-            ValueError,
-            EOFError,
-            pickle.UnpicklingError,
-        ) as error:
+        except (*_UNREADABLE, KeyError) as error:
             raise VerifierError(f"{path}: {name} cannot be read: {one_line(error)}") from None
 
     def _path(self, file: str) -> Path:
@@ -378,10 +342,10 @@ def _find(name_or_path: str, file: str) -> Path | None:
         return folder / file if (folder / file).exists() else None
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
+    cached = cached_file(
         name_or_path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
-    return None if found is None else Path(found)
+    return None if cached is None else Path(cached)
 
 
 def _names(path: Path) -> list[str]:
