@@ -126,7 +126,7 @@ def measured(checkpoints: dict[str, str], options: argparse.Namespace) -> dict[s
         for turn, request in enumerate(requests):
             for kind in names[turn % 3 :] + names[: turn % 3]:
                 began_s = time.perf_counter()
-                answers[kind] += engines[kind].generate([request], None, laps[kind])
+                answers[kind] += engines[kind].generate([request], laps[kind])
                 seconds[kind] += time.perf_counter() - began_s
             meter.advance(1)
     own = [answer.ids for answer in answers["plain"]]

@@ -49,7 +49,7 @@ def main() -> int:
     from peagle.drafter.model_config import DrafterConfig
     from peagle.drafter.network import Drafter
     from peagle.hidden_states.batch import Batch
-    from peagle.train.memory import choose_sizes
+    from peagle.train.plan import choose_sizes
     from peagle.train.step import StepSettings, num_supervised, train_step
     from peagle.verifier.weights import VerifierHead
 
@@ -80,11 +80,18 @@ def main() -> int:
         logit_softcap=None,
     )
     head = head.to(device, dtype)
-    sizes = choose_sizes(8 << 30, QWEN3_8B["hidden"], QWEN3_8B["inter"], QWEN3_8B["vocab"], pairs)
+    block_slots, chunk_rows = choose_sizes(8 << 30, QWEN3_8B["hidden"], QWEN3_8B["inter"], QWEN3_8B["vocab"], pairs)
     count = num_supervised(batch, layout)
     report = {"device": torch.cuda.get_device_name(), "tokens": args.tokens, "slots": pairs + layout.num_slots}
     for attention in ("flex", "sdpa"):
-        settings = StepSettings("kl_div", None, attention, sizes.block_slots, sizes.chunk_rows, False)
+        settings = StepSettings(
+            loss="kl_div",
+            depth_weights=(1.0,) * args.depths,
+            attention=attention,
+            block_slots=block_slots,
+            chunk_rows=chunk_rows,
+            checkpoint_base=False,
+        )
 
         def run(settings: StepSettings = settings) -> None:
             drafter.zero_grad(set_to_none=True)

@@ -111,8 +111,15 @@ def compare(path: Path, attention: str, block: int, chunk: int, checkpoint: bool
         logit_softcap=None,
     )
     counted = int((batch.label_of_pair >= 0).sum()) + int(layout.is_supervised.sum())
-    settings = StepSettings(config["loss"], None, attention, block, chunk, checkpoint)
-    result = train_step(drafter, head, batch, layout, counted, settings, None)
+    settings = StepSettings(
+        loss=config["loss"],
+        depth_weights=(1.0,) * config["num_depths"],
+        attention=attention,
+        block_slots=block,
+        chunk_rows=chunk,
+        checkpoint_base=checkpoint,
+    )
+    result = train_step(drafter, head, batch, layout, counted, settings)
     loss = result.loss_sum.sum().item() / counted
     expected = tensors["out.loss"].item()
     errors = {}
@@ -140,7 +147,7 @@ def compare(path: Path, attention: str, block: int, chunk: int, checkpoint: bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*", help="fixtures; none: those in tests/fixtures")
-    parser.add_argument("--attention", default="sdpa", choices=("reference", "sdpa", "flex"))
+    parser.add_argument("--attention", default="sdpa", choices=("reference", "sdpa", "native", "flex"))
     parser.add_argument("--block", default="whole", help="slots of a block: a number, or `whole`")
     parser.add_argument("--chunk", type=int, default=64, help="rows of the head at a time")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the base pass")

@@ -252,7 +252,7 @@ class Bench:
 
         from peagle import embedded
         from peagle.hidden_states.store import StoreReader
-        from peagle.train.plan import decide
+        from peagle.train.decision import decide
         from peagle.train.sources import StoreRows
         from peagle.verifier.model_config import load_verifier_config
 
@@ -268,7 +268,7 @@ class Bench:
         self.answers = {name: self.recorded(name) for name in ("tune", "test")}
 
     def config(self, seed: int, steps: int, changes: dict[str, Any], save_path: Path) -> Any:
-        """`peagle train` with its defaults, but for what the comparison fixes and `changes`; its rate is settled."""
+        """`peagle train` with its defaults, but for what the comparison fixes and `changes`."""
         from peagle.train.config import TrainConfig
 
         fixed = {
@@ -288,8 +288,14 @@ class Bench:
             "train_data_ratio": 1.0,
             "save_dtype": "float32",
         }
-        config = TrainConfig.build({**fixed, **changes})
-        return config.model_copy(update={"lr": config.lr_at(SIZES["hidden"])})
+        return TrainConfig.build({**fixed, **changes})
+
+    def plan(self, config: Any) -> Any:
+        """The same with everything settled, on one thread of a CPU."""
+        from peagle.train.parallel import World
+        from peagle.train.plan import resolve
+
+        return resolve(config, self.decision.drafter_config(), World(0, 1, torch_device()))
 
     def packs_of(self, seed: int) -> Iterator[tuple[int, Any]]:
         """(epoch, pack) of each step, without end, the same for both sides."""
@@ -328,7 +334,8 @@ class Bench:
         steps, macs, slots = self.fill(seed, budget, settings)
         save_path = self.folder / "runs" / f"ours-{steps}-{seed}"
         config = self.config(seed, steps, settings, save_path)
-        recorded = {name: getattr(config, name) for name in RECIPE} | {MASK_HIDDEN: None} | changes
+        settled = self.plan(config).settled(config)
+        recorded = {name: getattr(settled, name) for name in RECIPE} | {MASK_HIDDEN: None} | changes
         digest = hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()[:12]
         save_path = save_path.with_name(f"{save_path.name}-{digest}")
         report = save_path.with_suffix(".json")
@@ -360,18 +367,19 @@ class Bench:
         from peagle.train.optimizer import groups
 
         config = self.config(seed, 1, changes, self.folder)
+        plan = self.plan(config)
         shapes = {name: p.shape for name, p in Drafter(self.decision.drafter_config()).named_parameters()}
         del shapes["lm_head.weight"]  # frozen
-        matrices = [shapes[one] for group in groups(config, shapes) if group.is_muon for one in group.tensors]
+        matrices = [shapes[one] for group in groups(plan, shapes) if group.is_muon for one in group.tensors]
         per_step = muon_multiply_adds([tuple(shape) for shape in matrices])
         steps, spent, slots = 0, self.start_cost(config), 0
         for epoch, one in self.packs_of(seed):
-            laid = lay_out(self.rows, one, config, epoch)
-            batch, layout = laid.batch, laid.layout
+            pack = lay_out(self.rows, one, plan, epoch)
+            batch, layout = pack.batch, pack.layout
             cost = pack_multiply_adds(batch.document_ids, batch.is_supervised, layout.anchor_pos, layout.depth)
             if spent + cost + per_step > budget:
                 return steps, spent, slots
-            steps, spent, slots = steps + 1, spent + cost + per_step, slots + laid.num_pairs + layout.num_slots
+            steps, spent, slots = steps + 1, spent + cost + per_step, slots + pack.num_pairs + layout.num_slots
         raise AssertionError("packs never end")
 
     def controls(self, wanted: list[tuple[int, float]], epochs: int) -> list[dict[str, Any]]:
@@ -437,7 +445,7 @@ class Bench:
         from safetensors.torch import save_file
 
         from peagle.hidden_states.batch import pack
-        from peagle.train.sources import trim
+        from peagle.train.batches import trim
 
         path = self.folder / "rows.safetensors"
         if path.exists():

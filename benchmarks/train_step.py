@@ -84,8 +84,7 @@ def our_worker(options: argparse.Namespace) -> None:
     from peagle.drafter.network import Drafter
     from peagle.hidden_states.batch import Batch
     from peagle.kernels import native_attention_problem
-    from peagle.train.memory import keep_pages
-    from peagle.train.step import StepSettings, num_supervised, train_step
+    from peagle.train.step import StepSettings, keep_pages, num_supervised, train_step
     from peagle.verifier.weights import VerifierHead
 
     torch.set_num_threads(1)
@@ -109,15 +108,15 @@ def our_worker(options: argparse.Namespace) -> None:
     supervised, layout = layout_of(pairs, options.depths, 2)
     index = torch.arange(pairs)
     batch = Batch(
-        made["ids"],
-        made["aux"],
-        index,
-        torch.zeros(pairs, dtype=torch.int64),
-        torch.where(supervised, index, -1),
-        made["last"],
-        ("0",),
+        pair_ids=made["ids"],
+        aux_states=made["aux"],
+        rope_pos=index,
+        document_ids=torch.zeros(pairs, dtype=torch.int64),
+        label_of_pair=torch.where(supervised, index, -1),
+        last_states=made["last"],
+        row_ids=("0",),
     )
-    head = VerifierHead(norm_weight, 1e-6, head_weight, 1.0, None)
+    head = VerifierHead(norm_weight=norm_weight, norm_eps=1e-6, weight=head_weight, logit_scale=1.0, logit_softcap=None)
     count = num_supervised(batch, layout)
     problem = native_attention_problem(torch.device("cpu"), torch.float32, sizes["head_dim"])
     attention = options.attention or ("sdpa" if problem else "native")
@@ -149,7 +148,7 @@ def our_worker(options: argparse.Namespace) -> None:
             parameter.grad = None
         before = rate()
         begin = time.perf_counter()
-        result = train_step(drafter, head, batch, layout, count, settings, None)
+        result = train_step(drafter, head, batch, layout, count, settings)
         seconds = time.perf_counter() - begin
         best = max(before, rate())
         report = {
@@ -324,9 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--depths", type=int, default=8)
-    parser.add_argument(
-        "--attention", help="by default native where the processor runs it, else sdpa"
-    )
+    parser.add_argument("--attention", help="by default native where the processor runs it, else sdpa")
     parser.add_argument("--block", type=int, default=0, help="slots of a block; 0: what training would choose")
     parser.add_argument("--chunk", type=int, default=0, help="rows of the head at a time; 0 likewise")
     parser.add_argument("--checkpoint", action="store_true")
@@ -337,11 +334,11 @@ def main() -> int:
     parser.add_argument("--weights", default="")
     options = parser.parse_args()
     if options.worker != "peer" and not (options.block and options.chunk):
-        from peagle.train.memory import CPU_BUDGET_BYTES, choose_sizes
+        from peagle.train.plan import CPU_BUDGET_BYTES, choose_sizes
 
-        sizes = choose_sizes(CPU_BUDGET_BYTES, SIZES["hidden"], SIZES["inter"], SIZES["vocab"], options.tokens)
-        options.block = options.block or sizes.block_slots
-        options.chunk = options.chunk or sizes.chunk_rows
+        block, chunk = choose_sizes(CPU_BUDGET_BYTES, SIZES["hidden"], SIZES["inter"], SIZES["vocab"], options.tokens)
+        options.block = options.block or block
+        options.chunk = options.chunk or chunk
     if options.worker:
         (our_worker if options.worker == "ours" else peer_worker)(options)
         return 0
