@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peagle.data.records import TokenRow
+from peagle.drafter.model_config import DrafterConfig
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -158,6 +159,38 @@ def tiny_verifier(
     return Path(folder)
 
 
+def drafter_config(**changes: Any) -> DrafterConfig:
+    """A tiny drafter's shape; `changes` override fields.
+
+    Its kind decides the mask token (the last row, or none for EAGLE-3) and its vocabulary is whole, unless said.
+    """
+    kind, vocab_size = changes.get("speculators_model_type", "peagle"), changes.get("vocab_size", 32)
+    values = {
+        "speculators_model_type": kind,
+        "layer_type": "qwen3",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 512,
+        "attention_bias": False,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": vocab_size,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "aux_layer_ids": (1, 2, 3),
+        "mask_token_id": vocab_size - 1 if kind == "peagle" else None,
+        "num_speculative_tokens": 3,
+        "verifier": "nowhere",
+        "verifier_architectures": ("Qwen3ForCausalLM",),
+    }
+    return DrafterConfig.build({**values, **changes})
+
+
 def edit_config(folder: Path, **changes: Any) -> None:
     """Change fields of a saved model's config.json; a value of `...` removes the field."""
     path = Path(folder) / "config.json"
@@ -175,7 +208,9 @@ def random_row(row_id: str, num_tokens: int, prompt_tokens: int, vocab_size: int
     rng = random.Random(seed)
     ids = [rng.randrange(3, vocab_size) for _ in range(num_tokens)]
     mask = [0] * prompt_tokens + [1] * (num_tokens - prompt_tokens)
-    return TokenRow(row_id, "random", ids, mask, False, 0)
+    return TokenRow(
+        row_id=row_id, source="random", input_ids=ids, loss_mask=mask, next_is_supervised=False, tail_length=0
+    )
 
 
 def random_rows(count: int, vocab_size: int, seed: int, shortest: int = 6, longest: int = 60) -> list[TokenRow]:

@@ -23,11 +23,9 @@ from peagle.hidden_states.batch import Batch, pack
 from peagle.hidden_states.store import StoreReader
 from peagle.layout.cod import CodLayout
 from peagle.train.batches import generator
-from peagle.train.config import FitConfig
-from peagle.train.loop import step_settings
 from peagle.train.masters import choose_trained
 from peagle.train.parallel import World
-from peagle.train.plan import for_drafter
+from peagle.train.plan import TrainPlan, default_config, resolve
 from peagle.train.step import StepResult, num_supervised, train_step
 from peagle.verifier.local import TransformersVerifier, resolve_device
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
@@ -80,23 +78,21 @@ class SpeculativeModel:
         return load_tokenizer(self.verifier_config.name_or_path, self.trust_remote_code)
 
     @cached_property
-    def training(self) -> FitConfig:
-        """The defaults of `peagle train`, with as many depths as the drafter drafts."""
-        shape = self.drafter.config
-        settings: dict[str, Any] = {"num_depths": shape.num_speculative_tokens}
-        if shape.speculators_model_type == "eagle3":  # whole chains over the verifier's embedding, as in training
-            settings |= {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "train_embeddings": "none"}
-        return for_drafter(FitConfig.build(settings), shape)
+    def training(self) -> TrainPlan:
+        """What `peagle train` would do with this drafter, by its defaults."""
+        dtype = str(self.drafter.fc.weight.dtype).removeprefix("torch.")
+        config = default_config(self.drafter.config, "bfloat16" if dtype == "float16" else dtype)
+        return resolve(config, self.drafter.config, World(0, 1, self.device))
 
     def lay_out(self, batch: Batch, seed: int = 0) -> CodLayout:
         """Draw which slots of depth 1 and more a training step takes, document by document."""
         return layout.sample(
-            batch.is_supervised.cpu(),
-            batch.document_ids.cpu(),
-            self.training.num_depths,
-            self.training.down_sample_ratio,
-            self.training.down_sample_ratio_min,
-            [generator("cod", seed, 0, row_id) for row_id in batch.row_ids],
+            is_supervised=batch.is_supervised.cpu(),
+            document_ids=batch.document_ids.cpu(),
+            num_depths=self.training.num_depths,
+            down_sample_ratio=self.training.down_sample_ratio,
+            down_sample_ratio_min=self.training.down_sample_ratio_min,
+            generators=[generator("cod", seed, 0, row_id) for row_id in batch.row_ids],
         )
 
     def train_step(self, batch: Batch, slots: CodLayout) -> StepResult:
@@ -106,10 +102,9 @@ class SpeculativeModel:
             Sums of losses and of right choices per depth, and how many slots each depth has.
         """
         choose_trained(self.drafter, self.training.train_embeddings, self.training.train_lm_head)
-        settings = step_settings(self.training, self.drafter, len(batch.pair_ids), World(0, 1, self.device))
         batch = batch.to(self.device, self.drafter.fc.weight.dtype)
         slots = slots.to(self.device)
-        return train_step(self.drafter, self.head, batch, slots, num_supervised(batch, slots), settings, None)
+        return train_step(self.drafter, self.head, batch, slots, num_supervised(batch, slots), self.training.step)
 
     def write(
         self,

@@ -7,35 +7,14 @@ import yaml
 from peagle.drafter.card import NOT_MEASURED, card, is_hub_id, public_name, refresh_card, run_facts, write_card
 from peagle.drafter.model_config import DrafterConfig
 from peagle.embedded import NAMES
+from tests.fakes import drafter_config
 
 MEASURED = "| Pooled | 80.0 | 50.0 | 2.300 |"
 
 
 def config(verifier: str, **changes) -> DrafterConfig:
-    values = {
-        "speculators_model_type": "peagle",
-        "layer_type": "qwen3",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "max_position_embeddings": 512,
-        "attention_bias": False,
-        "vocab_size": 300,
-        "draft_vocab_size": 300,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "aux_layer_ids": (2, 4, 5),
-        "mask_token_id": 299,
-        "num_speculative_tokens": 4,
-        "verifier": verifier,
-        "verifier_architectures": ("Qwen3ForCausalLM",),
-    }
-    return DrafterConfig.build({**values, **changes})
+    values = {"hidden_size": 64, "vocab_size": 300, "aux_layer_ids": (2, 4, 5), "num_speculative_tokens": 4}
+    return drafter_config(**{**values, "head_dim": 16, "verifier": verifier, **changes})
 
 
 def metadata(text: str) -> dict:

@@ -28,6 +28,7 @@ def drafter_for(folder, **changes) -> DrafterConfig:
         "mask_token_id": 3,
         "norm_before_residual": False,
         "norm_before_fc": False,
+        "norm_output": False,
     }
     return config_for(load_verifier_config(str(folder), False), **{**values, **changes})
 

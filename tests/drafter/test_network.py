@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from peagle.kernels.ops import rms_norm, swiglu
+from peagle.kernels import rms_norm, swiglu
 from tests.train.test_step import make_drafter
 
 
@@ -46,7 +46,8 @@ def test_later_layers_and_head_equal_transformers(layer_type):
     drafter.layers[0].leave = watch
     n = 12
     pairs = drafter.embed_pairs(torch.randint(0, 40, (n,)), torch.randn(n, 72, dtype=torch.float64))
-    logits = drafter.logits(drafter.layers_pass(*pairs, torch.arange(n), attend))
+    states = drafter.norm(drafter.carried_pass(drafter.enter(*pairs), torch.arange(n), attend))
+    logits = drafter.logits(states)
     theirs = stock(inputs_embeds=entering["hidden"][None]).logits[0]
     # Transformers norms in float32 whatever the model is, hence not 1e-9.
     torch.testing.assert_close(logits, theirs, rtol=1e-5, atol=1e-5)

@@ -7,18 +7,14 @@ import torch
 
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
-from peagle.drafter.warm_start import check_layers, check_source, config_from, warm_start
+from peagle.drafter.warm_start import check_layers, check_source, warm_start
 from peagle.errors import CheckpointError
-from tests.train.problem import HIDDEN, VOCAB, drafter_config
-
-KINDS = {
-    "eagle3": {"speculators_model_type": "eagle3", "mask_token_id": None},
-    "peagle": {"speculators_model_type": "peagle", "mask_token_id": VOCAB - 1},
-}
+from tests.fakes import drafter_config
+from tests.train.problem import HIDDEN, VOCAB
 
 
 def shape(kind: str, num_layers: int, **changes) -> DrafterConfig:
-    return DrafterConfig.build({**drafter_config().model_dump(), "num_layers": num_layers, **KINDS[kind], **changes})
+    return drafter_config(num_layers=num_layers, speculators_model_type=kind, **changes)
 
 
 def filled(config: DrafterConfig, seed: int) -> Drafter:
@@ -41,22 +37,22 @@ def states(drafter: Drafter) -> torch.Tensor:
         scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~torch.ones(9, 9).tril().bool(), float("-inf"))
         return torch.einsum("hqk,khd->qhd", (scores * q.shape[-1] ** -0.5).softmax(-1), v).flatten(1)
 
-    return drafter.layers_pass(*drafter.embed_pairs(ids, aux), torch.arange(9), attend)
+    entered = drafter.enter(*drafter.embed_pairs(ids, aux))
+    return drafter.norm(drafter.carried_pass(entered, torch.arange(9), attend))
 
 
 @pytest.mark.parametrize("num_layers", [2, 4])
 @pytest.mark.parametrize(("kind", "target_kind"), [("eagle3", "peagle"), ("peagle", "peagle"), ("peagle", "eagle3")])
 def test_at_first_the_drafter_computes_what_its_source_did(kind, target_kind, num_layers):
     source = filled(shape(kind, 2), 1)
-    mask_token_id = KINDS[target_kind]["mask_token_id"]
-    target = filled(config_from(source.config, target_kind, num_layers, 3, mask_token_id, False, "v", ()), 2)
+    target = filled(shape(target_kind, num_layers), 2)
     warm_start(target, source, "old")
     torch.testing.assert_close(states(target), states(source))
 
 
 def test_what_is_new_is_named_and_keeps_its_initial_value():
     source = filled(shape("eagle3", 1), 1)
-    target = filled(config_from(source.config, "peagle", 3, 4, VOCAB - 1, False, "v", ()), 2)
+    target = filled(shape("peagle", 3), 2)
     assert target.mask_hidden is not None
     mask_hidden, row = target.mask_hidden.clone(), target.embed_tokens.weight[VOCAB - 1].clone()
     begun = warm_start(target, source, "old")
@@ -85,7 +81,7 @@ def test_an_earlier_peagle_drafter_is_taken_whole():
 
 def test_what_has_no_place_is_named():
     source = filled(shape("peagle", 1), 1)
-    target = filled(config_from(source.config, "eagle3", 1, 3, None, False, "v", ()), 2)
+    target = filled(shape("eagle3", 1), 2)
     assert warm_start(target, source, "old").left == ("mask_hidden",)
 
 

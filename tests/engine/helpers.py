@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.engine.drafting import Draft, Drafting
+from tests.fakes import drafter_config
 
 
 def random_drafter(
@@ -19,28 +19,16 @@ def random_drafter(
     config = model.config.get_text_config()
     values = {
         "speculators_model_type": kind,
-        "layer_type": "qwen3",
         "hidden_size": config.hidden_size,
         "intermediate_size": 48,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "max_position_embeddings": 512,
-        "attention_bias": False,
         "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.vocab_size,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
         "aux_layer_ids": (0, config.num_hidden_layers // 2, config.num_hidden_layers),
         "mask_token_id": 3 if kind == "peagle" else None,
         "num_speculative_tokens": depth,
-        "verifier": "tiny",
         "verifier_architectures": (),
-    } | changes
-    drafter = Drafter(DrafterConfig.build(values))
+    }
+    drafter = Drafter(drafter_config(**{**values, **changes}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():

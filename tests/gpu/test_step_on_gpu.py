@@ -25,7 +25,7 @@ def on_gpu(dtype: torch.dtype, lengths: list[int], attention: str) -> tuple[floa
     batch = make_batch(lengths, 0, 3).to(device, dtype)
     layout = full(batch.is_supervised, batch.document_ids, DEPTHS)
     count = num_supervised(batch, layout)
-    result = train_step(drafter, head, batch, layout, count, replace(SETTINGS, attention=attention), None)
+    result = train_step(drafter, head, batch, layout, count, replace(SETTINGS, attention=attention))
     return result.loss_sum.sum().item() / count, gradients(drafter)
 
 

@@ -13,52 +13,46 @@ from peagle.hidden_states.batch import StoredRow
 from peagle.train.config import FitConfig
 from peagle.train.loop import FitResult, fit
 from peagle.train.parallel import World
-from peagle.train.sources import MemoryRows, label_pos
+from peagle.train.plan import TrainPlan, resolve
+from peagle.train.sources import MemoryRows
+from peagle.train.step import StepSettings
 from peagle.verifier.weights import VerifierHead
+from tests.fakes import drafter_config
 
 HIDDEN, VOCAB = 16, 32
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-def drafter_config(draft_vocab_size: int = VOCAB, num_layers: int = 2) -> DrafterConfig:
-    return DrafterConfig.build(
-        {
-            "speculators_model_type": "peagle",
-            "layer_type": "qwen3",
-            "hidden_size": HIDDEN,
-            "intermediate_size": 24,
-            "num_layers": num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "max_position_embeddings": 512,
-            "attention_bias": False,
-            "vocab_size": VOCAB,
-            "draft_vocab_size": draft_vocab_size,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "aux_layer_ids": (1, 2, 3),
-            "mask_token_id": VOCAB - 1,
-            "num_speculative_tokens": 3,
-            "verifier": "nowhere",
-            "verifier_architectures": ("Qwen3ForCausalLM",),
-        }
-    )
+def step_settings(**changes: Any) -> StepSettings:
+    """One block, all depths alike, PyTorch's attention; `changes` override fields."""
+    values: dict[str, Any] = {
+        "loss": "kl_div",
+        "depth_weights": (1.0,) * 8,
+        "attention": "sdpa",
+        "block_slots": 1 << 30,
+        "chunk_rows": 64,
+        "checkpoint_base": False,
+    }
+    return StepSettings(**{**values, **changes})
+
+
+def plan(world: World = ALONE, drafter: DrafterConfig | None = None, **settings: Any) -> TrainPlan:
+    return resolve(config(**settings), drafter or drafter_config(), world)
 
 
 def verifier_head(dtype: torch.dtype = torch.float32) -> VerifierHead:
     made = torch.Generator().manual_seed(5)
     weight = torch.randn(VOCAB, HIDDEN, generator=made, dtype=torch.float64)
-    return VerifierHead(torch.ones(HIDDEN), 1e-6, weight.to(dtype), 1.0, None)
+    return VerifierHead(
+        norm_weight=torch.ones(HIDDEN), norm_eps=1e-6, weight=weight.to(dtype), logit_scale=1.0, logit_softcap=None
+    )
 
 
 def drafter(seed: int = 0, draft_ids: list[int] | None = None) -> Drafter:
     """A drafter with the verifier's head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = Drafter(drafter_config(VOCAB if draft_ids is None else len(draft_ids)))
+        made = Drafter(drafter_config(draft_vocab_size=VOCAB if draft_ids is None else len(draft_ids)))
         assert made.mask_hidden is not None
         torch.nn.init.normal_(made.mask_hidden)
     with torch.no_grad():
@@ -80,11 +74,18 @@ def row(row_id: str, num_tokens: int, prompt: int, seed: int, supervised: bool =
         ids[i] = (3 * ids[i - 1] + 1) % (VOCAB - 2)
     table = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(9))
     mask = [0] * prompt + [int(supervised)] * (num_tokens - prompt)
-    token_row = TokenRow(row_id, "made-up", ids.tolist(), mask, supervised, 0)
+    token_row = TokenRow(
+        row_id=row_id,
+        source="made-up",
+        input_ids=ids.tolist(),
+        loss_mask=mask,
+        next_is_supervised=supervised,
+        tail_length=0,
+    )
     aux = table[ids] + 0.01 * torch.randn(num_tokens, 3 * HIDDEN, generator=made)
     following = torch.cat([ids[1:], (3 * ids[-1:] + 1) % (VOCAB - 2)])
     last = verifier_head().weight[following] + 0.01 * torch.randn(num_tokens, HIDDEN, generator=made)
-    found = label_pos(token_row)
+    found = torch.tensor(token_row.label_positions(), dtype=torch.int64)
     return StoredRow(token_row, aux, found, last[found])
 
 

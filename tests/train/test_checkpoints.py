@@ -25,7 +25,14 @@ ROWS, HELD_OUT = rows(16), rows(4, seed=1)
 
 
 def keeper(folder: Path, keep_last: int | None = None, **fingerprint: object) -> Keeper:
-    return Keeper(folder, "bfloat16", keep_last, {"seed": 42, **fingerprint}, {"num_rows": len(ROWS)}, ALONE)
+    return Keeper(
+        save_path=folder,
+        dtype="bfloat16",
+        keep_last=keep_last,
+        fingerprint={"seed": 42, **fingerprint},
+        counts={"num_rows": len(ROWS)},
+        world=ALONE,
+    )
 
 
 def go(folder: Path, model: Drafter | None = None, **values: object) -> tuple[Drafter, FitResult]:
@@ -152,10 +159,12 @@ def test_K06_pruning_spares_the_best(tmp_path, monkeypatch, scores):
 
     import peagle.train.loop as loop
 
-    real, left = loop.validate, list(scores)
-    monkeypatch.setattr(
-        loop, "validate", lambda *a: dataclasses.replace(real(*a), acceptance_length=left.pop(0), loss=len(left))
-    )
+    real, left = loop._Loop._validate, list(scores)
+
+    def scored(self, epoch):
+        return dataclasses.replace(real(self, epoch), acceptance_length=left.pop(0), loss=len(left))
+
+    monkeypatch.setattr(loop._Loop, "_validate", scored)
     run(config(dtype="float32", epochs=3), ROWS, HELD_OUT, keeper=keeper(tmp_path, keep_last=1))
     best = "0" if scores[0] == 3.0 else "2"
     assert sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink()) == sorted({"2", best})

@@ -7,42 +7,29 @@ import torch
 from torch.nn import functional as F
 
 from peagle import layout
-from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import Batch
 from peagle.layout import CodLayout
-from peagle.train.step import StepSettings, train_step, validate_step
+from peagle.train.step import train_step, validate_step
 from peagle.verifier.weights import VerifierHead
+from tests.fakes import drafter_config
+from tests.train.problem import step_settings
 
 HIDDEN, VOCAB, STEPS = 16, 24, 4
 
 
 def drafter(norm_output: bool, num_layers: int = 2) -> Drafter:
-    config = DrafterConfig.build(
-        {
-            "speculators_model_type": "eagle3",
-            "layer_type": "qwen3",
-            "hidden_size": HIDDEN,
-            "intermediate_size": 20,
-            "num_layers": num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 6,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-            "max_position_embeddings": 64,
-            "attention_bias": False,
-            "vocab_size": VOCAB,
-            "draft_vocab_size": VOCAB,
-            "norm_before_residual": False,
-            "norm_before_fc": True,
-            "norm_output": norm_output,
-            "aux_layer_ids": (1, 2, 3),
-            "mask_token_id": None,
-            "num_speculative_tokens": STEPS,
-            "verifier": "nowhere",
-            "verifier_architectures": (),
-        }
+    config = drafter_config(
+        speculators_model_type="eagle3",
+        hidden_size=HIDDEN,
+        intermediate_size=20,
+        num_layers=num_layers,
+        head_dim=6,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        vocab_size=VOCAB,
+        norm_before_fc=True,
+        norm_output=norm_output,
+        num_speculative_tokens=STEPS,
     )
     torch.manual_seed(3)
     made = Drafter(config).double()
@@ -69,7 +56,13 @@ def problem() -> tuple[Batch, VerifierHead]:
         row_ids=("a", "b", "c"),
     )
     weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
-    return batch, VerifierHead(torch.ones(HIDDEN, dtype=torch.float64), 1e-6, weight, 1.0, None)
+    return batch, VerifierHead(
+        norm_weight=torch.ones(HIDDEN, dtype=torch.float64),
+        norm_eps=1e-6,
+        weight=weight,
+        logit_scale=1.0,
+        logit_softcap=None,
+    )
 
 
 def oracle_loss(model: Drafter, head: VerifierHead, batch: Batch, chains: CodLayout, weights: list[float]):
@@ -131,8 +124,8 @@ def test_chains_equal_decoding_each_anchor_by_itself(norm_output, layout_kind, b
     loss.backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    settings = StepSettings("kl_div", tuple(weights), "sdpa", block, 5, False)
-    result = train_step(model, head, batch, chains, 1.0, settings, None)
+    settings = step_settings(depth_weights=tuple(weights), block_slots=block, chunk_rows=5)
+    result = train_step(model, head, batch, chains, 1.0, settings)
     found = sum(w * x for w, x in zip(weights, result.loss_sum.tolist()))
     assert found == pytest.approx(loss.item(), rel=1e-12)
     assert torch.equal(result.correct, correct)
@@ -146,7 +139,7 @@ def test_chains_equal_decoding_each_anchor_by_itself(norm_output, layout_kind, b
 def test_R13_the_head_reads_the_normed_state_and_the_option_decides_what_is_carried():
     """With and without `norm_output`, against the plain definition: the first step does not differ, the second does."""
     batch, head = problem()
-    settings = StepSettings("kl_div", None, "sdpa", 50, 50, False)
+    settings = step_settings(block_slots=50, chunk_rows=50)
     sums = {}
     for norm_output in (False, True):
         model = drafter(norm_output)
@@ -164,9 +157,9 @@ def test_without_chains_the_step_is_the_base_pass_alone():
     model = drafter(False)
     chains = layout.full(batch.is_supervised, batch.document_ids, 1)
     assert chains.num_slots == 0
-    settings = StepSettings("kl_div", None, "sdpa", 50, 50, False)
+    settings = step_settings(block_slots=50, chunk_rows=50)
     loss, _ = oracle_loss(model, head, batch, chains, [1.0])
-    result = train_step(model, head, batch, chains, 1.0, settings, None)
+    result = train_step(model, head, batch, chains, 1.0, settings)
     assert result.loss_sum.sum().item() == pytest.approx(loss.item(), rel=1e-12)
 
 
@@ -175,7 +168,7 @@ def test_parts_of_any_size_give_the_same_states(part_slots, monkeypatch):
     batch, head = problem()
     model = drafter(False)
     chains = layout.full(batch.is_supervised, batch.document_ids, STEPS)
-    settings = StepSettings("kl_div", None, "sdpa", 10**9, 50, False)
+    settings = step_settings(chunk_rows=50)
     whole = validate_step(model, head, batch, chains, settings, None)
     monkeypatch.setattr("peagle.train.step.PART_SLOTS", part_slots)
     torch.testing.assert_close(validate_step(model, head, batch, chains, settings, None).loss_sum, whole.loss_sum)

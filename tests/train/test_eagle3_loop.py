@@ -8,21 +8,20 @@ import pytest
 import torch
 
 from peagle import layout
-from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import pack
-from peagle.train.sources import trim
-from peagle.train.step import StepSettings, train_step
-from tests.train.problem import config, drafter_config, row, rows, run, verifier_head
+from peagle.train.batches import trim
+from peagle.train.step import train_step
+from tests.fakes import drafter_config
+from tests.train.problem import config, row, rows, run, step_settings, verifier_head
 
 STEPS = 3
 
 
 def chain_drafter(seed: int = 0, norm_output: bool = False) -> Drafter:
-    kind = {"speculators_model_type": "eagle3", "mask_token_id": None, "norm_output": norm_output}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = Drafter(DrafterConfig.build({**drafter_config().model_dump(), **kind}))
+        made = Drafter(drafter_config(speculators_model_type="eagle3", norm_output=norm_output))
     with torch.no_grad():
         made.lm_head.weight.copy_(verifier_head().weight)
     return made
@@ -65,7 +64,7 @@ def test_the_gradient_norm_is_that_of_the_weighed_sum_of_the_steps_means():
     counts = [int(batch.is_supervised.sum()), *(int((chains.depth == d).sum()) for d in range(1, STEPS))]
     weights = tuple(0.5**d / n for d, n in enumerate(counts))
     head = dataclasses.replace(verifier_head(torch.float64), norm_weight=torch.ones(16, dtype=torch.float64))
-    train_step(model, head, batch, chains, 1.0, StepSettings("kl_div", weights, "reference", 99, 99, False), None)
+    train_step(model, head, batch, chains, 1.0, step_settings(depth_weights=weights, attention="reference"))
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
     assert result.steps[0].grad_norm == pytest.approx(norm, rel=1e-9)
     assert result.steps[0].num_supervised == sum(counts)

@@ -13,8 +13,10 @@ from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import Batch
 from peagle.layout.cod import CodLayout
-from peagle.train.step import StepSettings, train_step, validate_step
+from peagle.train.step import train_step, validate_step
 from peagle.verifier.weights import VerifierHead
+from tests.fakes import drafter_config
+from tests.train.problem import step_settings
 
 FILES = sorted((Path(__file__).parents[1] / "fixtures").glob("eagle3_*.safetensors"))
 # Float32 sums in another order; the issue's own bounds. Found: at most 1.5e-7 and 1.5e-6.
@@ -27,19 +29,12 @@ def read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def drafter_of(config: dict, tensors: dict[str, torch.Tensor]) -> Drafter:
-    shape = DrafterConfig.build(
-        {
-            "speculators_model_type": "eagle3",
-            "layer_type": config["arch"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
-            "max_position_embeddings": 512,
-            "aux_layer_ids": (1, 2, 3),
-            "mask_token_id": None,
-            "num_speculative_tokens": config["ttt_steps"],
-            "verifier": "fixture",
-            "verifier_architectures": (),
-            **{name: value for name, value in config.items() if name in DrafterConfig.model_fields},
-        }
+    shape = drafter_config(
+        speculators_model_type="eagle3",
+        layer_type=config["arch"],
+        rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
+        num_speculative_tokens=config["ttt_steps"],
+        **{name: value for name, value in config.items() if name in DrafterConfig.model_fields},
     )
     drafter = Drafter(shape)
     own = {key.removeprefix("weight."): value for key, value in tensors.items() if key.startswith("weight.")}
@@ -75,14 +70,27 @@ def batch_of(tensors: dict[str, torch.Tensor], num_steps: int) -> tuple[Batch, C
 
 def head_of(config: dict, tensors: dict[str, torch.Tensor]) -> VerifierHead:
     weight = tensors["weight.verifier_lm_head.weight"]
-    return VerifierHead(tensors["weight.verifier_norm.weight"], config["rms_norm_eps"], weight, 1.0, None)
+    return VerifierHead(
+        norm_weight=tensors["weight.verifier_norm.weight"],
+        norm_eps=config["rms_norm_eps"],
+        weight=weight,
+        logit_scale=1.0,
+        logit_softcap=None,
+    )
 
 
 def settings_of(config: dict, tensors: dict[str, torch.Tensor], block: int, attention: str, checkpoint: bool):
     """Each step's loss is divided by its own count, then weighed by decay^step, as the peer does."""
     decay = config["ttt_step_loss_decay"]
     weights = tuple(decay**d / (tensors[f"out.total_{d}"].item() + 1e-5) for d in range(config["ttt_steps"]))
-    return StepSettings(config["loss"], weights, attention, block, min(block, 64), checkpoint)
+    return step_settings(
+        loss=config["loss"],
+        depth_weights=weights,
+        attention=attention,
+        block_slots=block,
+        chunk_rows=min(block, 64),
+        checkpoint_base=checkpoint,
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -96,8 +104,7 @@ def test_loss_counts_and_every_gradient_equal_the_peers_for_any_block(path, bloc
     batch, layout = batch_of(tensors, config["ttt_steps"])
     head = head_of(config, tensors)
     settings = settings_of(config, tensors, block, attention, checkpoint)
-    result = train_step(drafter, head, batch, layout, 1.0, settings, None)
-    assert settings.depth_weights is not None
+    result = train_step(drafter, head, batch, layout, 1.0, settings)
     loss = sum(w * x for w, x in zip(settings.depth_weights, result.loss_sum.tolist()))
     assert loss == pytest.approx(tensors["out.loss"].item(), rel=LOSS_TOLERANCE)
     for step in range(config["ttt_steps"]):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from benchmarks.parity import WHOLE, compare
-from peagle.layout import full, sample
+from peagle.layout import full, sample, visible
 from peagle.train import flex
-from peagle.train.attention import Seen, rollout_attention
+from peagle.train.attention import MaskSlots, rollout_attention
 
 FIXTURES = sorted((Path(__file__).parents[1] / "fixtures").glob("peagle_*.safetensors"))
 
@@ -52,7 +52,12 @@ def check_blocks(lengths, num_depths, ratio, seed, share):
         if not anchor.numel():
             continue
         doc_start = starts[ids[anchor]]
-        seen = Seen(anchor, depth, int(doc_start[0]), int(anchor[-1]) + 1, ids, doc_start)
+        seen = MaskSlots(
+            anchor=anchor, depth=depth, doc_start=doc_start, first=int(doc_start[0]), last=int(anchor[-1]) + 1
+        )
+        pairs = torch.arange(seen.first, seen.last)
+        defined = visible(anchor, depth, torch.cat([pairs, anchor]), torch.cat([torch.zeros_like(pairs), depth]), ids)
+        assert torch.equal(seen.dense, defined)
         some, everything = flex.key_blocks(anchor, depth, doc_start, seen.first, seen.last - seen.first)
         assert torch.equal(everything & ~tiles(seen.padded, torch.all), torch.zeros_like(everything))
         missed = tiles(seen.padded, torch.any) & ~(some | everything)
@@ -76,13 +81,20 @@ def test_flex_equals_sdpa_forward_and_backward(kv_heads):
     ids = torch.tensor([0] * 90 + [1] * 110)
     layout = full(torch.ones(200, dtype=torch.bool), ids, 3)
     doc_start = torch.tensor([0, 90])[ids[layout.anchor_pos]]
-    seen = Seen(layout.anchor_pos, layout.depth, 0, int(layout.anchor_pos[-1]) + 1, ids, doc_start)
+    seen = MaskSlots(
+        anchor=layout.anchor_pos,
+        depth=layout.depth,
+        doc_start=doc_start,
+        first=0,
+        last=int(layout.anchor_pos[-1]) + 1,
+    )
     shapes = [(layout.num_slots, 4, 16), *[(seen.last, kv_heads, 16)] * 2, *[(layout.num_slots, kv_heads, 16)] * 2]
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     weight = torch.randn(layout.num_slots, 64, dtype=torch.float64)
     found = {}
     for name in ("sdpa", "flex", "reference"):
-        out = rollout_attention(name, *tensors, seen)
+        q, base_k, base_v, own_k, own_v = tensors
+        out = rollout_attention(name, q, (base_k, base_v), (own_k, own_v), seen)
         found[name] = [out, *torch.autograd.grad((out * weight).sum(), tensors)]
     for name in ("flex", "reference"):
         for ours, theirs in zip(found[name], found["sdpa"]):
@@ -104,7 +116,7 @@ def test_R07_twenty_lengths_compile_at_most_three_times_and_change_nothing():
         generators = [torch.Generator().manual_seed(length + d) for d in range(2)]
         layout = sample(torch.ones(len(ids), dtype=torch.bool), ids, 3, 0.7, 0.2, generators)
         doc_start = torch.tensor([0, length])[ids[layout.anchor_pos]]
-        seen = Seen(layout.anchor_pos, layout.depth, 0, len(ids), ids, doc_start)
+        seen = MaskSlots(anchor=layout.anchor_pos, depth=layout.depth, doc_start=doc_start, first=0, last=len(ids))
         keys = seen.padded.shape[1]
         q, k, v = (torch.randn(1, heads, rows, 16) for heads, rows in ((4, layout.num_slots), (2, keys), (2, keys)))
         found = attend(q, k, v, block_mask=seen.blocks, enable_gqa=True)

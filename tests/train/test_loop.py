@@ -94,7 +94,7 @@ def test_R01_a_batch_with_nothing_supervised_adds_nothing(accumulation, monkeypa
     settings = config(epochs=1, gradient_accumulation_steps=accumulation, scheduler_type="none")
     models, results = {}, {}
     for name, order in orders.items():
-        monkeypatch.setattr(loop, "packs", lambda *_, order=order: order)
+        monkeypatch.setattr(loop, "packs", lambda lengths, *_, order=order: order if lengths else [])
         models[name], results[name] = run(settings, [*good, *empty])
     assert results["with"].progress.num_empty == 1
     assert results["with"].progress.step == results["without"].progress.step == 4 // accumulation
@@ -314,12 +314,25 @@ def test_validation_uses_all_depths_of_all_anchors_and_draws_nothing():
 
 def test_metrics_past_a_resumed_step_are_dropped_and_a_cut_line_too(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, 0, None)
+    log = MetricsLog(path, None)
+    log.begin(0)
     for step in range(1, 6):
-        log.write("train", StepMetrics(step, 0, 1.0, [0.5], 1e-3, float("inf"), 3, 4, 0.1, 0.0))
+        metrics = StepMetrics(
+            step=step,
+            epoch=0,
+            loss=1.0,
+            accuracy=[0.5],
+            lr=1e-3,
+            grad_norm=float("inf"),
+            num_supervised=3,
+            num_tokens=4,
+            seconds=0.1,
+            data_wait_s=0.0,
+        )
+        log.write("train", metrics)
     with open(path, "a") as handle:
         handle.write('{"kind": "tra')
-    MetricsLog(path, 3, None)
+    MetricsLog(path, None).begin(3)
     lines = path.read_text().splitlines()
     assert len(lines) == 3
     assert '"grad_norm": null' in lines[0]

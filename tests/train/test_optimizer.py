@@ -1,14 +1,17 @@
-"""Claims about groups, masters and clipping."""
+"""Claims about groups, masters and clipping, Muon, and the schedule."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
 from peagle.errors import CheckpointError
 from peagle.train.masters import EMBEDDING, HEAD, Masters, choose_trained
-from peagle.train.optimizer import Optimizer, groups
-from tests.train.problem import ALONE, config, drafter, drafter_config
+from peagle.train.optimizer import Muon, Optimizer, Schedule, groups, orthogonalize, schedule
+from tests.fakes import drafter_config
+from tests.train.problem import ALONE, drafter, plan
 
 
 def masters(train_embeddings: str = "all", dtype: torch.dtype = torch.float32, head: bool = False) -> Masters:
@@ -26,9 +29,7 @@ def give_gradients(made: Masters, seed: int) -> None:
 
 def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
     made = masters(head=True)
-    found = {
-        g.name: g for g in groups(config(optimizer="muon", lr=1e-3), {n: t.shape for n, t in made.tensors.items()})
-    }
+    found = {g.name: g for g in groups(plan(optimizer="muon", lr=1e-3), {n: t.shape for n, t in made.tensors.items()})}
     assert found["matrices"].is_muon
     assert "fc.weight" in found["matrices"].tensors
     assert "layers.1.mlp.up_proj.weight" in found["matrices"].tensors
@@ -44,12 +45,12 @@ def test_rates_of_groups_are_their_own():
     found = {
         g.name: g.lr
         for g in groups(
-            config(optimizer="muon", lr=1e-3, muon_lr=5e-3, embedding_lr=2e-4),
+            plan(optimizer="muon", lr=1e-3, muon_lr=5e-3, embedding_lr=2e-4),
             {n: t.shape for n, t in made.tensors.items()},
         )
     }
     assert found == {"matrices": 5e-3, "embeddings": 2e-4, "vectors": 1e-3}
-    alone = groups(config(optimizer="adamw", lr=1e-3), {n: t.shape for n, t in made.tensors.items()})
+    alone = groups(plan(optimizer="adamw", lr=1e-3), {n: t.shape for n, t in made.tensors.items()})
     assert {g.lr for g in alone} == {1e-3}
 
 
@@ -57,7 +58,7 @@ def test_rates_of_groups_are_their_own():
 def test_only_the_mask_token_s_row_moves_when_only_it_is_trained(kind):
     made = masters("mask-token")
     before = made.drafter.embed_tokens.weight.detach().clone()
-    optimizer = Optimizer(config(optimizer=kind), made)
+    optimizer = Optimizer(plan(optimizer=kind), made)
     for seed in range(3):
         give_gradients(made, seed)
         optimizer.step(1.0)
@@ -79,7 +80,7 @@ def test_bfloat16_computes_on_copies_of_float32_masters():
     assert weight.dtype == torch.bfloat16
     assert made.drafter.lm_head.weight.dtype == torch.bfloat16
     assert made.tensors["layers.0.mlp.up_proj.weight"].dtype == torch.float32
-    optimizer = Optimizer(config(optimizer="adamw", lr=1e-5), made)
+    optimizer = Optimizer(plan(optimizer="adamw", lr=1e-5), made)
     start = made.tensors["layers.0.mlp.up_proj.weight"].clone()
     for seed in range(20):  # each step is far below bfloat16's resolution
         give_gradients(made, seed)
@@ -113,11 +114,11 @@ def test_the_norm_is_that_of_all_gradients_together():
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_that_was_saved_and_loaded_gives_the_same_next_step(kind):
     first, second = masters(), masters()
-    optimizer = Optimizer(config(optimizer=kind), first)
+    optimizer = Optimizer(plan(optimizer=kind), first)
     for seed in range(2):
         give_gradients(first, seed)
         optimizer.step(0.7)
-    other = Optimizer(config(optimizer=kind), second)
+    other = Optimizer(plan(optimizer=kind), second)
     for name, tensor in first.tensors.items():
         second.load(name, second.tensors[name], tensor.detach().clone())
     tensors, steps = optimizer.state()
@@ -131,9 +132,78 @@ def test_state_that_was_saved_and_loaded_gives_the_same_next_step(kind):
 
 def test_state_of_another_optimizer_is_refused():
     made = masters()
-    optimizer = Optimizer(config(optimizer="adamw"), made)
+    optimizer = Optimizer(plan(optimizer="adamw"), made)
     give_gradients(made, 0)
     optimizer.step(1.0)
     tensors, steps = optimizer.state()
     with pytest.raises(CheckpointError, match="another --optimizer"):
-        Optimizer(config(optimizer="muon"), masters()).load(tensors, steps, "here")
+        Optimizer(plan(optimizer="muon"), masters()).load(tensors, steps, "here")
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (16, 16)])
+def test_the_update_is_that_of_torch_s_muon(shape):
+    made = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=made)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    our_optimizer = Muon([ours], 0.02, 0.95, 0.1, ALONE)
+    their_optimizer = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        grad = torch.randn(shape, generator=made)
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        our_optimizer.step()
+        their_optimizer.step()
+    # Theirs iterates in bfloat16 everywhere; ours too where the CPU multiplies it, else in float32.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
+def test_singular_values_come_close_to_one():
+    found = torch.linalg.svdvals(
+        orthogonalize(torch.randn(12, 30, generator=torch.Generator().manual_seed(1)).double())
+    )
+    assert found.min() > 0.5
+    assert found.max() < 1.3
+
+
+def test_a_step_has_the_size_of_an_adamw_step():
+    weight = torch.nn.Parameter(torch.zeros(64, 48))
+    weight.grad = torch.randn(64, 48, generator=torch.Generator().manual_seed(2))
+    Muon([weight], 0.01, 0.95, 0.0, ALONE).step()
+    assert weight.square().mean().sqrt().item() == pytest.approx(0.2 * 0.01, rel=0.2)
+
+
+def test_only_matrices_are_taken():
+    with pytest.raises(AssertionError):
+        Muon([torch.nn.Parameter(torch.zeros(3))], 0.1, 0.9, 0.0, ALONE)
+
+
+def test_the_worked_example_of_the_linear_schedule():
+    made = Schedule("linear", 2, 6)
+    assert [made.factor(step) for step in range(7)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
+
+
+def test_cosine_is_at_half_in_the_middle_and_at_zero_at_the_end():
+    made = Schedule("cosine", 0, 100)
+    assert made.factor(0) == 1
+    assert made.factor(50) == pytest.approx(0.5)
+    assert made.factor(100) == pytest.approx(0)
+    assert made.factor(25) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_none_stays_at_its_peak_after_warm_up():
+    made = schedule(plan(scheduler_type="none", scheduler_warmup_ratio=0.1), 40)
+    assert [made.factor(step) for step in (0, 3, 4, 39)] == [0.25, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "expected"), [(0.01, None, 10), (0.01, 7, 7), (0.0, None, 0), (1.0, None, 1000)]
+)
+def test_R16_warm_up_is_a_share_of_the_steps_or_a_number_of_them(ratio, steps, expected):
+    assert schedule(plan(scheduler_warmup_ratio=ratio, scheduler_warmup_steps=steps), 1000).warmup_steps == expected
+
+
+def test_warm_up_never_exceeds_the_run():
+    assert schedule(plan(scheduler_warmup_steps=50), 10).warmup_steps == 10
+
+
+def test_past_its_end_the_schedule_stays_at_the_floor():
+    assert Schedule("linear", 0, 10).factor(25) == 0

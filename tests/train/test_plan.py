@@ -1,352 +1,224 @@
-"""Claims about `peagle train` before its first step: refusals in one line, what is chosen, what it starts from."""
+"""Settings resolved once: what EAGLE-3 and a checkpoint to start from fix, rates, attention, block and chunk sizes."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file, save_file
+from hypothesis import given
+from hypothesis import strategies as st
 
-from peagle.cli.main import main
-from peagle.drafter import checkpoint as drafter_checkpoint
-from peagle.errors import ConfigError, DataError, DiskError, PeagleError, StoreError, TrainingError, VerifierError
-from peagle.hidden_states.config import ExtractConfig
-from peagle.hidden_states.extract import extract
-from peagle.hidden_states.store import StoreReader
+from peagle.drafter.checkpoint import save
+from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.network import Drafter
+from peagle.errors import CheckpointError, ConfigError
+from peagle.kernels import native_attention_problem
+from peagle.train import plan
 from peagle.train.config import FitConfig, TrainConfig
-from peagle.train.plan import Decision, decide
-from peagle.train.run import checkpoint_bytes, train
-from peagle.train.sources import MemoryRows, StoreRows
-from peagle.train.start import initialise, mask_hidden
-from peagle.verifier.model_config import load_verifier_config
-from peagle.verifier.weights import load_embedding, load_head
-from tests.fakes import tiny_verifier
-from tests.train.files import Files, make_files
-from tests.train.problem import rows
+from peagle.train.parallel import World
+from peagle.train.plan import resolve, settle
+from tests.fakes import drafter_config
+from tests.train.problem import ALONE
+
+CPU = torch.device("cpu")
+PROBLEM = native_attention_problem(CPU, torch.float32, 64)
+QWEN3_8B = (4096, 12288, 151936, 8192)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    return make_files(tmp_path_factory.mktemp("files"))
+def config(**values) -> TrainConfig:
+    plain = {"verifier_name_or_path": "verifier", "data_path": "data", "save_path": "out"}
+    return TrainConfig.build({**plain, **values})
 
 
-def refused(files: Files, tmp_path: Path, error: type[PeagleError], match: str, **values: object) -> None:
-    """Nothing is loaded when a run is refused, and nothing is written but the lock that keeps others out."""
-    with pytest.raises(error, match=match) as raised:
-        train(files.config(tmp_path / "save", **values))
-    assert "\n" not in str(raised.value)
-    assert {path.name for path in (tmp_path / "save").glob("*")} <= {".lock"}
+def checkpoint(folder: Path, **changes) -> None:
+    save(Drafter(drafter_config(**changes)), folder, "float32")
 
 
-def test_a_folder_that_is_not_prepared_data_is_refused(files, tmp_path):
-    refused(files, tmp_path, DataError, "not prepared rows", data_path=files.verifier)
-    refused(files, tmp_path, DataError, "no such folder", data_path=tmp_path / "nowhere")
+EAGLE3 = {"speculators_model_type": "eagle3"}
 
 
-def test_a_folder_without_a_store_is_refused(files, tmp_path):
-    refused(files, tmp_path, StoreError, "no hidden-state store", hidden_states_path=files.data)
-
-
-def test_hidden_states_lie_below_the_data_unless_said(files, tmp_path):
-    refused(files, tmp_path, StoreError, "data/hidden_states: no hidden-state store", hidden_states_path=None)
-
-
-def test_other_layer_ids_than_the_store_s_are_refused(files, tmp_path):
-    refused(files, tmp_path, StoreError, "the store has layers 2, 4, 5, --target-layer-ids asks for 1, 2, 3",
-            target_layer_ids=(1, 2, 3))  # fmt: skip
-
-
-@pytest.mark.parametrize(("ids", "match"), [((2, 2, 5), "given twice"), ((2, 4, 9), "layer id 9 does not exist")])
-def test_layer_ids_that_collide_or_do_not_exist_are_refused(files, tmp_path, ids, match):
-    refused(files, tmp_path, VerifierError, match, target_layer_ids=ids)
-
-
-def test_another_verifier_than_the_store_s_is_refused(files, tmp_path):
-    other = tiny_verifier(tmp_path / "other", seed=9)
-    refused(files, tmp_path, StoreError, "made by other weights", verifier_name_or_path=str(other))
-    wider = tiny_verifier(tmp_path / "wider", hidden_size=32)
-    refused(files, tmp_path, StoreError, r"hidden_size 64\), .* has 32", verifier_name_or_path=str(wider))
-
-
-def test_tensors_with_unusual_names_are_named_by_a_flag(files, tmp_path):
-    odd = shutil.copytree(files.verifier, tmp_path / "odd")
-    tensors = load_file(odd / "model.safetensors")
-    tensors["adapter.last_norm.w"] = 3 * tensors["model.norm.weight"]
-    save_file(tensors, odd / "model.safetensors", metadata={"format": "pt"})
-    asked = {"verifier_name_or_path": str(odd), "hidden_states_path": tmp_path / "states"}
-    extract(ExtractConfig.build({"preprocessed_data": files.data, "output": tmp_path / "states", "model": str(odd)}))
-    refused(files, tmp_path, VerifierError, "no tensor named a.b", **asked, verifier_tensors=("norm=a.b",))
-    named = {"verifier_tensors": ("norm=adapter.last_norm.w",)}
-    runs = [
-        train(files.config(tmp_path / name, **asked, **more, max_steps=1)) for name, more in (("a", {}), ("b", named))
-    ]
-    assert runs[0].steps[0].loss != pytest.approx(runs[1].steps[0].loss, rel=1e-3)
-
-
-def test_a_verifier_without_tokenizer_is_refused(files, tmp_path):
-    bare = shutil.copytree(files.verifier, tmp_path / "bare")
-    for path in bare.glob("*token*"):
-        path.unlink()
-    refused(
-        files,
-        tmp_path,
-        VerifierError,
-        "the folder has no tokenizer|no tokenizer in this folder",
-        verifier_name_or_path=str(bare),
-    )
-
-
-def test_a_row_longer_than_a_pack_is_refused(files, tmp_path):
-    refused(files, tmp_path, DataError, "--total-seq-len is 40; raise it, or prepare again", total_seq_len=40)
-
-
-def test_a_mask_token_beyond_the_vocabulary_is_refused(files, tmp_path):
-    refused(files, tmp_path, VerifierError, "--mask-token-id 5000 is no row", mask_token_id=5000)
-
-
-@pytest.mark.parametrize(("size", "match"), [(0, "greater than or equal to 1"), (5000, "--draft-vocab-size 5000")])
-def test_a_draft_vocabulary_of_no_possible_size_is_refused(files, tmp_path, size, match):
-    with pytest.raises(ConfigError, match=match):
-        train(files.config(tmp_path / "save", draft_vocab_size=size))
-
-
-def test_rows_without_states_are_refused_or_skipped_as_told(files, tmp_path):
-    more = make_files(tmp_path / "more", count=30)
-    mixed = Files(files.verifier, more.data, files.states)
-    refused(mixed, tmp_path, StoreError, r"no hidden states of 6 of 30 prepared rows .* --on-missing skip")
-    decision = decide(mixed.config(tmp_path / "save", on_missing="skip"))
-    assert decision.dropped == {"no hidden states in the store": 6}
-    assert len(decision.train) + len(decision.held_out) == 24
-
-
-def test_an_endpoint_that_nobody_will_ask_is_named(files, tmp_path):
-    decision = decide(files.config(tmp_path, endpoint=("http://127.0.0.1:1",)))
-    assert any("http://127.0.0.1:1 is not asked" in warning for warning in decision.warnings)
-
-
-def test_data_that_was_prepared_again_in_another_way_is_refused(files, tmp_path):
-    import datasets
-
-    changed = shutil.copytree(files.data, tmp_path / "changed")
-    table = datasets.load_from_disk(str(changed))
-
-    def reworded(row):
-        return {"input_ids": [row["input_ids"][0] + 1, *row["input_ids"][1:]]}
-
-    table.map(reworded).save_to_disk(str(tmp_path / "again"))
-    for path in changed.iterdir():
-        if path.suffix == ".arrow" or path.name in ("state.json", "dataset_info.json"):
-            path.unlink()
-    shutil.copytree(tmp_path / "again", changed, dirs_exist_ok=True)
-    refused(Files(files.verifier, changed, files.states), tmp_path, StoreError, "was stored with other tokens")
-
-
-def test_a_damaged_shard_is_named_and_never_trained_on(files, tmp_path):
-    damaged = shutil.copytree(files.states, tmp_path / "damaged")
-    shard = next(damaged.glob("shard-*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-40] ^= 255
-    shard.write_bytes(content)
-    with pytest.raises(StoreError, match=f"{shard.name} has another checksum"):
-        train(Files(files.verifier, files.data, damaged).config(tmp_path / "save"))
+def test_eagle3_speaks_of_steps_and_trains_whole_chains_with_a_frozen_embedding():
+    found = settle(config(speculator_type="eagle3", ttt_steps=5, ttt_step_loss_decay=0.9))
+    assert (found.num_depths, found.depth_loss_decay) == (5, 0.9)
+    assert (found.down_sample_ratio, found.down_sample_ratio_min) == (1.0, 1.0)
+    assert found.train_embeddings == "none"
+    assert settle(config(speculator_type="eagle3", train_embeddings="all")).train_embeddings == "all"
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("seed", 1 << 64), ("lr", float("inf")), ("lr", float("nan")), ("muon_lr", 1e9), ("weight_decay", float("inf"))],
+    ("values", "width", "rate", "matrix_rate"),
+    [
+        ({}, 192, 2e-3, 2e-3),
+        ({}, 4096, 9.375e-5, 9.375e-5),
+        ({"lr": 6e-4}, 4096, 6e-4, 6e-4),
+        ({"optimizer": "muon"}, 4096, 8e-4, 8e-3),
+        ({"optimizer": "muon", "muon_lr": 1e-3}, 192, 8e-4, 1e-3),
+        ({"optimizer": "muon", "lr": 1e-3}, 192, 1e-3, 1e-2),
+    ],
 )
-def test_numbers_that_no_run_can_have_are_refused(name, value):
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}"):
-        FitConfig.build({name: value})
+def test_an_unset_rate_follows_from_the_optimizer_and_the_drafter_s_width(values, width, rate, matrix_rate):
+    shape = drafter_config(hidden_size=width)
+    for settings in (FitConfig.build(values), settle(config(**values))):
+        made = resolve(settings, shape, ALONE)
+        assert (made.lr, made.matrix_lr, made.embedding_lr) == (rate, pytest.approx(matrix_rate), rate)
+    again = made.settled(settle(config(**values)))
+    assert resolve(again, shape, ALONE) == made
 
 
-def test_K07_a_disk_without_room_for_one_checkpoint_is_refused(files, tmp_path, monkeypatch):
-    import peagle.train.run as run
-
-    monkeypatch.setattr(run, "free_bytes", lambda path: 100_000)
-    refused(files, tmp_path, DiskError, "a checkpoint takes 0.00 GB")
+def weights(settings: FitConfig, shape: DrafterConfig) -> tuple[float, ...]:
+    return resolve(settings, shape, ALONE).step.depth_weights
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("size", [None, 64])
-def test_K07_the_estimate_of_a_checkpoint_is_within_five_percent(files, tmp_path, kind, size):
-    settings = files.config(tmp_path / "save", optimizer=kind, draft_vocab_size=size, num_layers=2)
-    train(settings)
-    taken = sum(path.stat().st_size for path in (tmp_path / "save" / "0").rglob("*") if path.is_file())
-    loaded = drafter_checkpoint.load(str(tmp_path / "save" / "0"), torch.float32, torch.device("cpu"))
-    assert checkpoint_bytes(settings, "float32", loaded) == pytest.approx(taken, rel=0.05)
+def test_the_default_decay_over_depths_is_not_for_the_steps_of_a_chain():
+    chain = drafter_config(speculators_model_type="eagle3")
+    decayed, alike = (1.0, 0.8, 0.8**2, 0.8**3), (1.0,) * 4
+    assert weights(FitConfig.build({}), drafter_config()) == decayed
+    assert weights(FitConfig.build({}), chain) == alike
+    assert weights(FitConfig.build({"depth_loss_decay": 0.8}), chain) == decayed
+    assert settle(config(speculator_type="eagle3")).depth_loss_decay == 1.0
+    steps = settle(config(speculator_type="eagle3", ttt_step_loss_decay=0.9))
+    assert weights(steps, chain) == (1.0, 0.9, 0.9**2)
 
 
-def test_flags_that_contradict_each_other_are_refused():
-    plain = {"verifier_name_or_path": "v", "data_path": "d", "save_path": "s"}
-    with pytest.raises(ConfigError, match=r"--down-sample-ratio-min 0\.9 exceeds --down-sample-ratio 0\.7"):
-        TrainConfig.build({**plain, "down_sample_ratio_min": 0.9})
-    with pytest.raises(ConfigError, match="above 1 it counts whole epochs"):
-        TrainConfig.build({**plain, "checkpoint_freq": 1.5})
-    with pytest.raises(ConfigError, match="unknown key `num_layer`; did you mean `num_layers`"):
-        TrainConfig.build({**plain, "num_layer": 3})
+def test_nothing_in_a_plan_is_left_open():
+    for values in ({}, {"optimizer": "muon", "batch_size": 3, "max_steps": 7, "max_grad_norm": 0}):
+        made = resolve(FitConfig.build(values), drafter_config(), World(0, 2, CPU))
+        found = {**vars(made), **vars(made.step)}
+        assert not [name for name, value in found.items() if value is None or value == "auto"]
+        assert made.packs_per_step == values.get("batch_size", 2)
 
 
-def test_the_command_line_prints_one_line_and_exits_with_2(files, tmp_path, capsys):
-    status = main(["train", "--verifier-name-or-path", str(files.verifier), "--data-path", str(files.data),
-                   "--hidden-states-path", str(files.data), "--save-path", str(tmp_path / "save")])  # fmt: skip
-    assert status == 2
-    message = capsys.readouterr().err
-    assert message.startswith("peagle: error: ")
-    assert message.count("\n") == 1
-    assert main(["train", "--num-layerz", "3"]) == 2
-    assert "--num-layerz" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("values", "head_dim", "kind", "name"),
+    [
+        ({"attention": "auto"}, 64, "peagle", "native" if PROBLEM is None else "sdpa"),
+        ({"attention": "auto"}, 8, "peagle", "sdpa"),
+        ({"attention": "auto", "dtype": "float64"}, 64, "peagle", "sdpa"),
+        ({"attention": "auto"}, 64, "eagle3", "native" if PROBLEM is None else "sdpa"),
+        ({"attention": "flex"}, 64, "peagle", "flex"),
+        ({"attention": "reference"}, 64, "eagle3", "reference"),
+    ],
+)
+def test_attention_is_settled_by_name(values, head_dim, kind, name):
+    shape = drafter_config(head_dim=head_dim, speculators_model_type=kind)
+    assert resolve(FitConfig.build(values), shape, ALONE).step.attention == name
 
 
-def test_the_published_recipe_s_command_is_understood(files, tmp_path, monkeypatch):
-    """Step four of the recipe, flag for flag."""
-    import peagle.train.run as run
-    from peagle.train.loop import FitResult
-
-    seen: list[TrainConfig] = []
-    monkeypatch.setattr(run, "train", lambda config: seen.append(config) or FitResult())
-    command = (
-        "train --verifier-name-or-path Qwen/Qwen3-8B --data-path OUT --hidden-states-path OUT/hidden_states "
-        "--save-path OUT/checkpoints --speculator-type peagle --num-layers 4 --num-depths 4 --down-sample-ratio 0.7 "
-        "--down-sample-ratio-min 0.2 --no-norm-before-residual --mask-token-id 151669 --scheduler-type cosine "
-        "--epochs 5 --lr 6e-4 --total-seq-len 4096"
-    )
-    assert main(command.split()) == 0
-    assert (seen[0].lr, seen[0].epochs, seen[0].mask_token_id, seen[0].norm_before_residual) == (6e-4, 5, 151669, False)
-
-
-def test_the_rate_that_a_run_took_is_written_where_none_was_asked_for(files, tmp_path):
-    result = train(files.config(tmp_path / "save", lr=None, max_steps=1, scheduler_warmup_steps=0))
-    written = yaml.safe_load((tmp_path / "save" / "run.yaml").read_text())
-    assert written["train"]["lr"] == result.steps[0].lr == 0.384 / 64
-    assert "| lr | 0.006 |" in (tmp_path / "save" / "checkpoint_last" / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        (
+            {"attention": "flex"},
+            "eagle3",
+            "--attention flex: EAGLE-3 chains are trained with native,",
+        ),
+        ({"attention": "native"}, "peagle", "--attention native: heads of 8 are not a multiple of 64"),
+        ({"attention": "native", "dtype": "bfloat16"}, "peagle", "--attention native: computes in float32"),
+    ],
+)
+def test_an_attention_that_is_not_to_be_had_is_refused(values, kind, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(FitConfig.build(values), drafter_config(speculators_model_type=kind), ALONE)
 
 
-def test_a_run_of_the_former_defaults_goes_on_when_they_are_said(files, tmp_path):
-    former = {"optimizer": "muon", "lr": 8e-4, "scheduler_type": "cosine", "depth_loss_decay": 1.0}
-    train(files.config(tmp_path / "save", **former))
-    with pytest.raises(PeagleError, match="optimizer: then muon, now adamw"):
-        train(files.config(tmp_path / "save", lr=None, epochs=2))
-    assert train(files.config(tmp_path / "save", **former, epochs=2)).progress.epoch == 2
+@pytest.mark.parametrize("kind", ["peagle", "eagle3"])
+def test_settled_settings_settle_to_themselves(kind):
+    """`run.yaml` holds every value, so a run repeated from it must not be refused."""
+    once = settle(config(speculator_type=kind))
+    assert settle(TrainConfig.build(once.model_dump())) == once
 
 
-def test_V02_the_draft_vocabulary_is_of_the_size_that_was_asked_for_each_time(files, tmp_path):
-    sizes = []
-    for asked in (64, 100, None):
-        decision = decide(files.config(tmp_path, draft_vocab_size=asked))
-        sizes.append((decision.drafter["draft_vocab_size"], decision.draft_ids and len(decision.draft_ids)))
-    assert sizes == [(64, 64), (100, 100), (272, None)]
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculator_type": "eagle3", "num_depths": 8}, "say --ttt-steps"),
+        ({"speculator_type": "eagle3", "depth_loss_decay": 0.5}, "say --ttt-step-loss-decay"),
+        ({"speculator_type": "eagle3", "down_sample_ratio": 0.7}, "--down-sample-ratio is for P-EAGLE"),
+        ({"speculator_type": "eagle3", "mask_token_id": 3}, "EAGLE-3 has no mask token"),
+        ({"speculator_type": "eagle3", "train_embeddings": "mask-token"}, "say all or none"),
+        ({"ttt_steps": 5}, "--ttt-steps is for --speculator-type eagle3"),
+        ({"norm_output": True}, "--norm-output is for --speculator-type eagle3"),
+    ],
+)
+def test_a_flag_of_the_other_kind_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        settle(config(**values))
 
 
-def test_V02_a_checkpoint_of_another_vocabulary_is_not_continued(files, tmp_path):
-    train(files.config(tmp_path / "save", draft_vocab_size=64))
-    with pytest.raises(PeagleError, match="draft_vocab_size: then 64, now 100"):
-        train(files.config(tmp_path / "save", draft_vocab_size=100))
-    train(files.config(tmp_path / "save", draft_vocab_size=100, resume_from_checkpoint=False))
-    tensors = load_file(tmp_path / "save" / "checkpoint_best" / "model.safetensors")
-    assert tensors["d2t"].shape == (100,)
-    assert tensors["lm_head.weight"].shape[0] == 100
-    assert int(tensors["t2d"].sum()) == 100
+def test_a_checkpoint_brings_its_shape_along(tmp_path):
+    checkpoint(tmp_path / "old", num_layers=1, norm_before_residual=True, intermediate_size=40, **EAGLE3)
+    found = settle(config(from_pretrained=str(tmp_path / "old")))
+    assert (found.num_layers, found.norm_before_residual, found.intermediate_size) == (1, True, 40)
+    assert (found.draft_arch, found.draft_vocab_size, found.mask_token_id) == ("qwen3", None, None)
+    assert settle(config(from_pretrained=str(tmp_path / "old"), num_layers=3)).num_layers == 3
 
 
-def test_a_run_records_what_it_was_made_of(files, tmp_path):
-    import yaml
-
-    train(files.config(tmp_path / "save", mask_token_id=0))
-    manifest = json.loads((tmp_path / "save" / "manifest.json").read_text())
-    assert manifest["rows_trained"] + manifest["rows_validated"] == 24
-    assert manifest["checkpoint_best"] == "0"
-    assert any("the drafter cannot tell" in warning for warning in manifest["warnings"])
-    settings = yaml.safe_load((tmp_path / "save" / "run.yaml").read_text())["train"]
-    assert settings["mask_token_id"] == 0
-    assert settings["down_sample_ratio"] == 0.7
+def test_a_peagle_checkpoint_brings_its_mask_token_and_an_eagle3_one_its_norm_output(tmp_path):
+    checkpoint(tmp_path / "parallel", mask_token_id=7)
+    assert settle(config(from_pretrained=str(tmp_path / "parallel"))).mask_token_id == 7
+    checkpoint(tmp_path / "chain", norm_output=True, **EAGLE3)
+    assert settle(config(speculator_type="eagle3", from_pretrained=str(tmp_path / "chain"))).norm_output
+    assert not settle(config(from_pretrained=str(tmp_path / "chain"))).norm_output
 
 
-def test_E11_a_run_on_few_rows_says_so(files, tmp_path):
-    decision = decide(files.config(tmp_path))
-    assert any("only 19 rows with" in warning for warning in decision.warnings)
-    train(files.config(tmp_path / "save"))
-    state = json.loads((tmp_path / "save" / "0" / "training_state" / "state.json").read_text())
-    assert state["num_rows"] == 19
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_layers": 1}, "--num-layers 1: .* has 2; omit the flag"),
+        ({"draft_arch": "llama"}, "--draft-arch llama: .* has qwen3"),
+        ({"norm_before_residual": True}, "--norm-before-residual True: .* has False"),
+        ({"draft_vocab_size": 20}, "--draft-vocab-size 20: .* has 32 tokens"),
+        ({"mask_token_id": 3}, "--mask-token-id 3: .* was trained with 31"),
+    ],
+)
+def test_a_flag_that_differs_from_the_checkpoint_is_refused(tmp_path, values, message):
+    checkpoint(tmp_path / "old")
+    with pytest.raises(ConfigError, match=message):
+        settle(config(from_pretrained=str(tmp_path / "old"), **values))
 
 
-def test_rank_0_s_decision_survives_json(files, tmp_path):
-    from dataclasses import asdict
-
-    decision = decide(files.config(tmp_path, draft_vocab_size=64))
-    told = json.dumps(asdict(decision))
-    again = Decision(**json.loads(told))
-    assert json.dumps(asdict(again)) == told
-    assert again.store_spec() == decision.store_spec()
-    assert again.drafter_config() == decision.drafter_config()
-    assert again.fingerprint(files.config(tmp_path)) == decision.fingerprint(files.config(tmp_path))
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    torch.manual_seed(0)
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        settle(config(from_pretrained=str(tmp_path)))
 
 
-@pytest.mark.parametrize("draft_ids", [None, [3, 7, 8, 20, 250]])
-def test_a_drafter_starts_from_the_verifier_s_embedding_head_and_norm(files, tmp_path, draft_ids):
-    verifier_config = load_verifier_config(str(files.verifier), False)
-    embedding, head = load_embedding(verifier_config), load_head(verifier_config)
-    decision = decide(files.config(tmp_path))
-    shape = decision.drafter_config()
-    ids = None if draft_ids is None else torch.tensor(draft_ids)
-    if draft_ids is not None:
-        shape = shape.model_copy(update={"draft_vocab_size": len(draft_ids)})
-    store = StoreRows(StoreReader.open(files.states), decision.extents(decision.train))
-    made = initialise(shape, embedding, head, ids, store, 1)
-    others = [i for i in range(272) if i != shape.mask_token_id]
-    assert torch.equal(made.embed_tokens.weight[others], embedding[others])
-    assert torch.equal(made.norm.weight, head.norm_weight)
-    assert torch.equal(made.lm_head.weight, head.weight if ids is None else head.weight[ids])
-    if ids is not None:
-        assert torch.equal(made.to_verifier_ids(torch.arange(5)), ids)
-    again = initialise(shape, embedding, head, ids, store, 1)
-    assert all(torch.equal(a, b) for a, b in zip(made.state_dict().values(), again.state_dict().values()))
-    assert not torch.equal(made.fc.weight, initialise(shape, embedding, head, ids, store, 2).fc.weight)
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_a_larger_budget_never_gives_less(one: int, more: int) -> None:
+    small, large = (plan.choose_sizes(gb * 10**8, *QWEN3_8B) for gb in (one, one + more))
+    assert small[0] <= large[0]
+    assert small[1] <= large[1]
 
 
-def test_mask_hidden_starts_at_the_scale_of_real_states():
-    made = rows(40)
-    states = torch.cat([one.aux_states for one in made])
-    found = mask_hidden(MemoryRows(made), 3)
-    assert found.shape == (48,)
-    assert found.square().mean().sqrt().item() == pytest.approx(states.square().mean().sqrt().item(), rel=0.35)
-    many = torch.stack([mask_hidden(MemoryRows(made), seed) for seed in range(300)])
-    torch.testing.assert_close(many.mean(0), states.mean(0), rtol=0, atol=0.35)
-    torch.testing.assert_close(many.std(0), states.std(0), rtol=0.25, atol=0)
+def test_the_least_budget_is_where_sizes_begin_to_grow() -> None:
+    least = plan.least_budget(*QWEN3_8B)
+    assert plan.choose_sizes(least, *QWEN3_8B)[0] == plan.MIN_BLOCK_SLOTS
+    assert plan.choose_sizes(least // 2, *QWEN3_8B)[0] == plan.MIN_BLOCK_SLOTS
+    assert plan.choose_sizes(2 * least, *QWEN3_8B)[0] == 2 * plan.MIN_BLOCK_SLOTS
 
 
-def test_a_mask_token_s_row_of_zeros_is_given_the_scale_of_the_others(files, tmp_path):
-    verifier_config = load_verifier_config(str(files.verifier), False)
-    embedding = load_embedding(verifier_config).clone()
-    shape = decide(files.config(tmp_path)).drafter_config()
-    embedding[shape.mask_token_id] = 0
-    made = initialise(
-        shape, embedding, load_head(verifier_config), None, MemoryRows(_wide(rows(3), verifier_config.hidden_size)), 1
-    )
-    row, usual = made.embed_tokens.weight[shape.mask_token_id], embedding.square().mean(1).sqrt().median()
-    assert row.square().mean().sqrt().item() == pytest.approx(usual.item(), rel=0.3)
+def test_a_gpu_gives_a_sixteenth_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9))
+    assert plan.default_budget(torch.device("cuda")) == 5 * 10**9
+    assert plan.choose_sizes(5 * 10**9, *QWEN3_8B)[0] > 850
+    assert plan.default_budget(torch.device("cpu")) == 1 << 30
 
 
-def _wide(made: list, hidden_size: int) -> list:
-    import dataclasses
+def test_a_budget_that_no_block_fits_into_is_refused_with_what_fits() -> None:
+    values, shape = {"total_seq_len": 100}, drafter_config()
+    with pytest.raises(
+        ConfigError, match=r"--memory-budget 1e-09: .* packs of 100 tokens, need 0\.\d+ \(GB\)"
+    ) as caught:
+        resolve(FitConfig.build({**values, "memory_budget": 1e-9}), shape, ALONE)
+    least = float(str(caught.value).split("need ")[1].split(" ")[0])
+    step = resolve(FitConfig.build({**values, "memory_budget": least}), shape, ALONE).step
+    assert step.block_slots >= plan.MIN_BLOCK_SLOTS
+    assert step.chunk_rows >= plan.MIN_CHUNK_ROWS
 
-    return [dataclasses.replace(one, aux_states=torch.randn(len(one.aux_states), 3 * hidden_size)) for one in made]
 
-
-def test_nothing_supervised_is_refused_before_anything_is_loaded(files, tmp_path):
-    import datasets
-
-    silent = shutil.copytree(files.data, tmp_path / "silent")
-    table = datasets.load_from_disk(str(silent))
-    table.map(lambda row: {"loss_mask": [0] * len(row["loss_mask"])}).save_to_disk(str(tmp_path / "again"))
-    for path in silent.iterdir():
-        if path.suffix == ".arrow" or path.name in ("state.json", "dataset_info.json"):
-            path.unlink()
-    shutil.copytree(tmp_path / "again", silent, dirs_exist_ok=True)
-    refused(
-        Files(files.verifier, silent, files.states), tmp_path, TrainingError, "0 of 24 rows have a supervised token"
-    )
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_what_is_no_budget_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"memory.budget"):
+        FitConfig.build({"memory_budget": value})

@@ -111,7 +111,7 @@ def test_all_modes_give_the_same_losses(files, offline, tmp_path, mode, through)
 def test_offline_with_generate_asks_only_for_what_the_store_lacks(files, offline, tmp_path):
     store = tmp_path / "states"
     store.mkdir()
-    from peagle.hidden_states.store import StoreWriter
+    from peagle.hidden_states.writer import StoreWriter
 
     reader = StoreReader.open(files.states)
     with StoreWriter.open(store, reader.spec, 10**8) as writer:

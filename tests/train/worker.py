@@ -36,7 +36,7 @@ ROWS, HELD_OUT = rows(14), rows(5, seed=1)
 
 
 def keeper(folder: Path, world: World) -> Keeper:
-    return Keeper(folder, "float32", None, {}, {}, world)
+    return Keeper(save_path=folder, dtype="float32", keep_last=None, fingerprint={}, counts={}, world=world)
 
 
 def report(result: FitResult) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _meet(folder: Path) -> None:
 def main() -> int:
     names, folder, timeout_s = sys.argv[1].split(","), Path(sys.argv[2]), float(sys.argv[3])
     _meet(folder)
-    world = distributed.start("cpu", timeout_s)
+    world = distributed.join_ranks("cpu", timeout_s)
     try:
         for name in names:
             found = SCENARIOS[name](world, folder)
@@ -257,7 +257,7 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     finally:
-        distributed.stop()
+        distributed.leave_ranks()
     return 0
 
 

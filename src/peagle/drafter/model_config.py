@@ -244,7 +244,8 @@ def rope_of(layers: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_for(
-    verifier_config: VerifierConfig,
+    verifier: VerifierConfig,
+    *,
     speculators_model_type: str,
     layer_type: str | None,
     num_layers: int,
@@ -255,6 +256,7 @@ def config_for(
     mask_token_id: int | None,
     norm_before_residual: bool,
     norm_before_fc: bool,
+    norm_output: bool,
 ) -> DrafterConfig:
     """The drafter that fits a verifier: its width, heads, rotary base and vocabulary; None takes the verifier's own.
 
@@ -264,25 +266,26 @@ def config_for(
     return DrafterConfig.build(
         {
             "speculators_model_type": speculators_model_type,
-            "layer_type": layer_type or ("qwen3" if verifier_config.model_type.startswith("qwen3") else "llama"),
-            "hidden_size": verifier_config.hidden_size,
-            "intermediate_size": intermediate_size or verifier_config.intermediate_size,
+            "layer_type": layer_type or ("qwen3" if verifier.model_type.startswith("qwen3") else "llama"),
+            "hidden_size": verifier.hidden_size,
+            "intermediate_size": intermediate_size or verifier.intermediate_size,
             "num_layers": num_layers,
-            "num_attention_heads": verifier_config.num_attention_heads,
-            "num_key_value_heads": verifier_config.num_key_value_heads,
-            "head_dim": verifier_config.head_dim,
-            "rms_norm_eps": verifier_config.rms_norm_eps,
-            "rope_parameters": verifier_config.rope_parameters,
-            "max_position_embeddings": verifier_config.max_position_embeddings,
+            "num_attention_heads": verifier.num_attention_heads,
+            "num_key_value_heads": verifier.num_key_value_heads,
+            "head_dim": verifier.head_dim,
+            "rms_norm_eps": verifier.rms_norm_eps,
+            "rope_parameters": verifier.rope_parameters,
+            "max_position_embeddings": verifier.max_position_embeddings,
             "attention_bias": False,
-            "vocab_size": verifier_config.vocab_size,
-            "draft_vocab_size": draft_vocab_size or verifier_config.vocab_size,
+            "vocab_size": verifier.vocab_size,
+            "draft_vocab_size": draft_vocab_size or verifier.vocab_size,
             "norm_before_residual": norm_before_residual,
             "norm_before_fc": norm_before_fc,
+            "norm_output": norm_output,
             "aux_layer_ids": aux_layer_ids,
             "mask_token_id": mask_token_id,
             "num_speculative_tokens": num_speculative_tokens,
-            "verifier": verifier_config.name_or_path,
-            "verifier_architectures": tuple(verifier_config.architectures),
+            "verifier": verifier.name_or_path,
+            "verifier_architectures": tuple(verifier.architectures),
         }
     )

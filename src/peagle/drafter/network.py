@@ -2,7 +2,7 @@
 
 A slot enters as (token embedding, verifier state through `fc`); layer 0 reads both halves, each under its own norm, and
 carries the state as residual. Pair slots carry real tokens and states, mask slots `mask_token_id` and `mask_hidden`.
-Who sees whom is the caller's: `layers_pass` hands queries, keys and values to an `attend` function.
+Who sees whom is the caller's: `base_pass` and `carried_pass` hand queries, keys and values to an `attend` function.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.model_config import DrafterConfig
-from peagle.errors import ConfigError
-from peagle.kernels.ops import rms_norm, swiglu
-from peagle.kernels.products import linear
+from peagle.errors import ConfigError, one_line
+from peagle.kernels import rms_norm, swiglu
 
 # attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
 #   -> [..., num_slots, num_heads * head_dim]; q and k arrive rotated.
@@ -57,14 +56,6 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class Linear(nn.Linear):
-    """PyTorch's, by the faster library."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]"""
-        return linear(input, self.weight, self.bias)
-
-
 class Attention(nn.Module):
     """The projections of one layer, and the norms of queries and keys that qwen3 has."""
 
@@ -72,10 +63,10 @@ class Attention(nn.Module):
         super().__init__()
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         bias = config.attention_bias
-        self.q_proj = Linear(input_size, heads * width, bias=bias)
-        self.k_proj = Linear(input_size, kv_heads * width, bias=bias)
-        self.v_proj = Linear(input_size, kv_heads * width, bias=bias)
-        self.o_proj = Linear(heads * width, config.hidden_size, bias=bias)
+        self.q_proj = nn.Linear(input_size, heads * width, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_heads * width, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_heads * width, bias=bias)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=bias)
         self.head_dim = width
         if config.layer_type == "qwen3":
             self.q_norm: Norm | None = Norm(width, config.rms_norm_eps)
@@ -151,7 +142,7 @@ class Drafter(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.input_norm = Norm(config.aux_size, config.rms_norm_eps) if config.norm_before_fc else None
-        self.fc = Linear(config.aux_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.aux_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Layer(config, index == 0) for index in range(config.num_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -206,19 +197,6 @@ class Drafter(nn.Module):
         read, residual = first.enter(embeds, hidden)
         q, k, v = first.self_attn.qkv(read)
         return Entered(q, k, v, residual)
-
-    def layers_pass(self, embeds: Tensor, hidden: Tensor, rope_pos: Tensor, attend: Attend) -> Tensor:
-        """All layers and the final norm.
-
-        Args:
-            embeds, hidden: from `embed_pairs` or `embed_masks`, [..., num_slots, hidden_size].
-            rope_pos: rotary position of each slot, int64, [..., num_slots].
-            attend: attention of one layer (see `Attend`).
-
-        Returns:
-            What the head reads, [..., num_slots, hidden_size].
-        """
-        return self.norm(self.carried_pass(self.enter(embeds, hidden), rope_pos, attend))
 
     def base_pass(
         self,
@@ -289,12 +267,10 @@ class Drafter(nn.Module):
         return self.to_verifier_ids(torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device))
 
 
-# ---- Rotary positions. Frequencies come from Transformers, so that every type means what the verifier's config
-# means.
-
-
 def inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     """Inverse frequencies, float32, [head_dim / 2], and the factor that some types (yarn) put on cos and sin.
+
+    Transformers computes them, so that every type means what it means in the verifier's config.
 
     Raises:
         ConfigError: the rope parameters lack what their type needs, or hold what is no number.
@@ -310,8 +286,8 @@ def inverse_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
             )
         )
     except Exception as error:  # Transformers' checks of rope parameters raise classes of their own
-        found = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ConfigError(f"rope_parameters {dict(config.rope_parameters)} cannot be used ({found})") from None
+        reason = one_line(error)
+        raise ConfigError(f"rope_parameters {dict(config.rope_parameters)} cannot be used ({reason})") from None
     return table.inv_freq.detach().clone().float(), float(table.attention_scaling)
 
 

@@ -57,31 +57,6 @@ def check_layers(source: DrafterConfig, where: str, aux_layer_ids: tuple[int, ..
         )
 
 
-def config_from(
-    source: DrafterConfig,
-    speculators_model_type: str,
-    num_layers: int,
-    num_speculative_tokens: int,
-    mask_token_id: int | None,
-    norm_output: bool,
-    verifier: str,
-    verifier_architectures: tuple[str, ...],
-) -> DrafterConfig:
-    """The shape of a drafter that starts from `source`: its shape, but for what is named here."""
-    return DrafterConfig.build(
-        {
-            **source.model_dump(),
-            "speculators_model_type": speculators_model_type,
-            "num_layers": num_layers,
-            "num_speculative_tokens": num_speculative_tokens,
-            "mask_token_id": mask_token_id,
-            "norm_output": norm_output,
-            "verifier": verifier,
-            "verifier_architectures": verifier_architectures,
-        }
-    )
-
-
 @torch.no_grad()
 def warm_start(drafter: Drafter, source: Drafter, where: str) -> WarmStart:
     """Copy what the source has into a freshly initialised drafter.
@@ -90,7 +65,8 @@ def warm_start(drafter: Drafter, source: Drafter, where: str) -> WarmStart:
     the source did. `mask_hidden` and the mask token's embedding keep the values that the drafter was initialised with.
 
     Args:
-        drafter: initialised from the verifier, of the shape that `config_from` gives. Changed in place.
+        drafter: initialised from the verifier, shaped like the source but for its kind and further layers. Changed in
+            place.
         source: the drafter to start from.
         where: its name, for messages.
 

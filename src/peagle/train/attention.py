@@ -1,15 +1,16 @@
 """Attention of the two passes, by name.
 
-`reference` writes the definition out, `sdpa` is PyTorch's fused one (on a CPU our own: `tiles`), `flex` its compiled
-one for GPUs.
+`reference` writes the definition out, `sdpa` is PyTorch's fused one, `native` our own C kernel on a CPU, `flex`
+PyTorch's compiled one on a GPU.
 
 Every implementation solves the same two problems: pair slots among themselves (causal, document by document), and a
-part of a block's mask slots against the pair slots up to their anchors and their own chains.
+part of a block's mask slots against the pair slots up to their anchors and their own chains. The latter read what the
+base pass leaves (`BasePass`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,22 +20,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from peagle.kernels import tiles
-from peagle.kernels.native import Tile
-from peagle.layout.visibility import visible
+from peagle import kernels
+from peagle.kernels import Tile
 from peagle.train import flex
 
-AttentionName = Literal["reference", "sdpa", "flex"]
+AttentionName = Literal["native", "sdpa", "reference", "flex"]
 # heads(q [num_queries, heads, dim], k, v [num_keys, kv_heads, dim], mask [num_queries, num_keys] or None for causal)
+#   -> [num_queries, heads * dim]
 Heads = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """PyTorch's fused attention; `mask` None is causal over equally many queries and keys.
-
-    Returns:
-        [num_queries, heads * dim]
-    """
+    """PyTorch's fused attention; `mask` None is causal over equally many queries and keys. See `Heads`."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -47,7 +44,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of masked scores, written out. Same arguments as `sdpa`."""
+    """Softmax of masked scores, written out. See `Heads`."""
     if mask is None:
         mask = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).tril()
     group = q.shape[1] // k.shape[1]
@@ -57,55 +54,66 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return torch.einsum("hqk,khd->qhd", probs, v).flatten(1)
 
 
-HEADS: dict[str, Heads] = {"reference": reference, "sdpa": sdpa}
+def native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Our own kernel. See `Heads`."""
+    if mask is None:
+        return kernels.attend(q, (k, v), None, kernels.causal_tiles([(0, q.shape[0])]), None)
+    tile = Tile(slice(0, q.shape[0]), slice(0, k.shape[0]), minus_infinity_where_hidden(mask))
+    return kernels.attend(q, (k, v), None, [tile], None)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Mask slots and what they may see: pair slots `first` .. `last`-1 and their own chains. One for all layers."""
+HEADS: dict[AttentionName, Heads] = {"native": native, "sdpa": sdpa, "reference": reference}
+
+
+def minus_infinity_where_hidden(is_visible: Tensor) -> Tensor:
+    """What is added to scores: 0 where visible, -inf elsewhere, float32."""
+    return torch.zeros(is_visible.shape, device=is_visible.device).masked_fill_(~is_visible, float("-inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSlots:
+    """A part of a block's mask slots and what they may see: pair slots `first` .. `last`-1 and their own chains.
+
+    The masks are closed forms of `layout.visible`, made once for all layers.
+    """
 
     anchor: Tensor
     """int64, [num_slots], ascending."""
     depth: Tensor
     """>= 1, ascending within an anchor, int64, [num_slots]."""
-    first: int
-    last: int
-    document_ids: Tensor
-    """int64, [num_pairs]."""
     doc_start: Tensor
     """First pair slot of each slot's document, int64, [num_slots]."""
+    first: int
+    last: int
 
     @cached_property
     def dense(self) -> Tensor:
         """bool, [num_slots, last - first + num_slots]."""
-        return self._dense(0, self.first)
+        return self._visible(self.first, 0)
 
     @cached_property
     def tile_mask(self) -> Tensor:
-        """0 where seen and -inf where not, over the pair slots after the first anchor and the slots themselves.
+        """For native, over the pair slots after the first anchor and the slots themselves.
 
-        Up to the first anchor all slots of one document see alike. [num_slots, num_after + num_slots]
+        Up to the first anchor all slots of one document see alike. float32, [num_slots, num_after + num_slots]
         """
-        seen = self._dense(0, int(self.anchor[0]) + 1)
-        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+        return minus_infinity_where_hidden(self._visible(int(self.anchor[0]) + 1, 0))
 
     @cached_property
     def padded(self) -> Tensor:
-        """The same over keys as flex lays them out: pair slots padded to whole blocks."""
-        return self._dense(-(self.last - self.first) % flex.BLOCK, self.first)
+        """`dense` over keys as flex lays them out: pair slots padded to whole blocks."""
+        return self._visible(self.first, -(self.last - self.first) % flex.BLOCK)
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """The same for flex, in closed form."""
+        """The same for flex."""
         return flex.block_mask(self.anchor, self.depth, self.doc_start, self.first, self.last - self.first)
 
-    def _dense(self, padding: int, begin: int) -> Tensor:
+    def _visible(self, begin: int, padding: int) -> Tensor:
         pairs = torch.arange(begin, self.last, device=self.anchor.device)
-        zero, own = (
-            torch.zeros_like(pairs),
-            visible(self.anchor, self.depth, self.anchor, self.depth, self.document_ids),
-        )
-        context = visible(self.anchor, self.depth, pairs, zero, self.document_ids)
+        anchor, depth = self.anchor[:, None], self.depth[:, None]
+        context = (pairs <= anchor) & (pairs >= self.doc_start[:, None])  # [num_slots, last - begin]
+        own = (self.anchor == anchor) & (self.depth <= depth)  # [num_slots, num_slots]
         return torch.cat([F.pad(context, (0, padding)), own], 1)
 
 
@@ -119,20 +127,20 @@ def base_attention(name: AttentionName, bounds: list[tuple[int, int]]) -> Callab
     Returns:
         attend(q, k, v), each [num_pairs, heads, head_dim] -> [num_pairs, heads * head_dim].
     """
-    if name != "flex":
-        heads = HEADS[name]
+    if name == "flex":
+        return _flex_base_attention(bounds)
+    if name == "native":
+        tiles = kernels.causal_tiles(bounds)
+        return lambda q, k, v: kernels.attend(q, (k, v), None, tiles, None)
 
-        cut: list[Tile] = []
+    def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [HEADS[name](q[a:b], k[a:b], v[a:b], None) for a, b in bounds]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if name == "sdpa" and tiles.fits(q):
-                cut.extend([] if cut else tiles.causal_tiles(bounds, q))
-                return tiles.attend(q, (k, v), None, cut, None)
-            parts = [heads(q[a:b], k[a:b], v[a:b], None) for a, b in bounds]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return by_document
 
-        return by_document
 
+def _flex_base_attention(bounds: list[tuple[int, int]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     made: list[tuple[BlockMask, Tensor | None]] = []
 
     def at_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,25 +161,114 @@ def base_attention(name: AttentionName, bounds: list[tuple[int, int]]) -> Callab
 
 
 def rollout_attention(
-    name: AttentionName, q: Tensor, base_k: Tensor, base_v: Tensor, own_k: Tensor, own_v: Tensor, seen: Seen
+    name: AttentionName, q: Tensor, base: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], slots: MaskSlots
 ) -> Tensor:
-    """Attention of mask slots.
+    """Attention of mask slots; `native` does not go through here but takes all parts of a block at once.
 
     Args:
         name: the implementation.
-        q, own_k, own_v: of the slots, [num_slots, heads, head_dim].
-        base_k, base_v: of pair slots `seen.first` .. `seen.last`-1, [last - first, kv_heads, head_dim].
-        seen: who sees whom.
+        q: of the slots, [num_slots, heads, head_dim].
+        base: keys and values of pair slots `slots.first` .. `slots.last`-1, [last - first, kv_heads, head_dim].
+        own: keys and values of the slots, [num_slots, kv_heads, head_dim].
+        slots: who sees whom.
 
     Returns:
         [num_slots, heads * head_dim].
     """
-    if name != "flex":
-        return HEADS[name](q, torch.cat([base_k, own_k]), torch.cat([base_v, own_v]), seen.dense)
-    padding = -base_k.shape[0] % flex.BLOCK
-    k, v = torch.cat([_pad(base_k, padding), own_k]), torch.cat([_pad(base_v, padding), own_v])
-    return flex.attend(q, k, v, seen.blocks, None if q.is_cuda else seen.padded)
+    padding = -base[0].shape[0] % flex.BLOCK if name == "flex" else 0
+    k, v = (torch.cat([_pad(pairs, padding), chains]) for pairs, chains in zip(base, own))
+    if name == "flex":
+        return flex.attend(q, k, v, slots.blocks, None if q.is_cuda else slots.padded)
+    return HEADS[name](q, k, v, slots.dense)
 
 
 def _pad(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, 0, rows)) if rows else x
+
+
+class GradientLeaf:
+    """One tensor of the base pass's graph, read by blocks as a leaf whose gradients are collected.
+
+    A block's forward and backward then touch no more than the block, and one backward through the base pass ends the
+    step.
+
+    Args:
+        tensor: rows are pair slots.
+        with_grad: whether what is read of it collects gradients.
+    """
+
+    def __init__(self, tensor: Tensor, with_grad: bool) -> None:
+        self.tensor = tensor
+        self.grad: Tensor | None = None
+        """What was collected; None if nothing was read."""
+        self._with_grad = with_grad and tensor.requires_grad
+        self._leaves: list[tuple[slice | Tensor, Tensor]] = []
+
+    def read(self, where: slice | Tensor) -> Tensor:
+        """Some rows, cut off the graph; an index tensor names each row once."""
+        leaf = self.tensor.detach()[where]
+        if self._with_grad:
+            self._leaves.append((where, leaf.requires_grad_()))
+        return leaf
+
+    def rows_and_grad(self, where: slice) -> tuple[Tensor, Tensor | None]:
+        """Some rows, cut off the graph, and where a kernel adds their gradients; None without gradients."""
+        if not self._with_grad:
+            return self.tensor.detach()[where], None
+        if self.grad is None:
+            self.grad = self.tensor.new_zeros(self.tensor.shape)
+        return self.tensor.detach()[where], self.grad[where]
+
+    def collect(self) -> None:
+        """After a block's backward: take in what its leaves got."""
+        for where, leaf in self._leaves:
+            if leaf.grad is not None:
+                if self.grad is None:
+                    self.grad = self.tensor.new_zeros(self.tensor.shape)
+                self.grad[where] += leaf.grad
+        self._leaves.clear()
+
+
+class BasePass:
+    """The base pass of one batch.
+
+    Args:
+        embeds: token embeddings of the pair slots, [num_pairs, hidden_size].
+        carried: what an EAGLE-3 chain starts from, [num_pairs, hidden_size].
+        keys, values: of each layer, rotated, [num_pairs, num_kv_heads, head_dim].
+        bounds: range of pair slots of each document.
+        with_grad: whether rollouts send gradients back.
+    """
+
+    def __init__(
+        self,
+        *,
+        embeds: Tensor,
+        carried: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+        bounds: list[tuple[int, int]],
+        with_grad: bool,
+    ) -> None:
+        self.embeds, self.carried = GradientLeaf(embeds, with_grad), GradientLeaf(carried, with_grad)
+        self.keys, self.values = (
+            [GradientLeaf(k, with_grad) for k in keys],
+            [GradientLeaf(v, with_grad) for v in values],
+        )
+        self.bounds = bounds
+
+    def first_visible(self, anchor: int) -> int:
+        """The first pair slot of an anchor's document."""
+        return next(first for first, end in self.bounds if first <= anchor < end)
+
+    def collect(self) -> None:
+        """Take in the gradients of one block."""
+        for leaf in self._leaves():
+            leaf.collect()
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of the graph with what was collected for them."""
+        return [(leaf.tensor, leaf.grad) for leaf in self._leaves() if leaf.grad is not None]
+
+    def _leaves(self) -> Iterator[GradientLeaf]:
+        yield from (self.embeds, self.carried, *self.keys, *self.values)

@@ -1,119 +1,83 @@
-"""From packs to what a step takes: states read, layouts drawn, one optimizer step ahead in another thread."""
+"""From rows to what a step takes: what of a row is used, which rows go together, their states and layouts, read ahead.
+
+Order, packing and sharing are pure functions of row ids, lengths, seed and epoch, so that N ranks, and a run that is
+resumed, see what one uninterrupted process sees.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from peagle import layout
-from peagle.errors import DataError
-from peagle.hidden_states.batch import Batch, pack
+from peagle.errors import DataError, StoreError
+from peagle.hidden_states.batch import Batch, StoredRow, pack
 from peagle.layout import CodLayout
-from peagle.train.config import FitConfig
-from peagle.train.sources import Rows, trim
+from peagle.layout.supervision import Extent, extent, label_positions
+from peagle.train.plan import TrainPlan
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
-
-@dataclass(frozen=True)
-class Laid:
-    """One pack, ready for `train_step`; on the CPU."""
-
-    batch: Batch
-    layout: CodLayout
-
-    @property
-    def supervised_by_depth(self) -> list[int]:
-        """Supervised slots of each depth, depth 0 first."""
-        deeper = torch.bincount(self.layout.depth[self.layout.is_supervised], minlength=self.layout.num_depths)
-        return [int(self.batch.is_supervised.sum()), *deeper[1:].tolist()]
-
-    @property
-    def num_supervised(self) -> int:
-        """Supervised slots, all depths."""
-        return sum(self.supervised_by_depth)
-
-    @property
-    def num_pairs(self) -> int:
-        """Pair slots without padding."""
-        return int((self.batch.document_ids >= 0).sum())
-
-
-def lay_out(rows: Rows, of: Pack, config: FitConfig, epoch: int | None) -> Laid:
-    """Read a pack's states and draw its layout.
-
-    Args:
-        rows: where the states are.
-        of: the rows, in order.
-        config: depths and retention.
-        epoch: each row's layout is drawn from a generator seeded by (seed, epoch, row id), so that it depends neither
-            on the rows it is packed with nor on the rank; None takes all depths of all anchors (validation).
-    """
-    batch = pack([trim(rows.read(row_id)) for row_id in of.row_ids], None)
-    if epoch is None:
-        return Laid(batch, layout.full(batch.is_supervised, batch.document_ids, config.num_depths))
-    drawn = layout.sample(
-        batch.is_supervised,
-        batch.document_ids,
-        config.num_depths,
-        config.down_sample_ratio,
-        config.down_sample_ratio_min,
-        [generator("cod", config.seed, epoch, row_id) for row_id in of.row_ids],
-    )
-    return Laid(batch, drawn)
-
-
-@dataclass(frozen=True)
-class Ready(Generic[Item, Made]):
-    """What was made of an item, or why not."""
-
-    item: Item
-    made: Made | None
-    error: Exception | None
-    waited_s: float
-    """How long the trainer stood still for it."""
-
-
-def ahead(items: Iterable[Item], make: Callable[[Item], Made]) -> Iterator[Ready[Item, Made]]:
-    """Yield `make(item)` of each item in order, the next one being made meanwhile. An error is yielded, not raised.
-
-    So a rank whose data fails can still tell the others, instead of leaving them in a collective.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="peagle-data") as pool:
-        pending: list[tuple[Item, Future[Made]]] = []
-        left = iter(items)
-        try:
-            while True:
-                while len(pending) < 2 and (item := next(left, None)) is not None:
-                    pending.append((item, pool.submit(make, item)))
-                if not pending:
-                    return
-                item, future = pending.pop(0)
-                began_s = time.monotonic()
-                error = future.exception()
-                waited_s = time.monotonic() - began_s
-                made = None if error is not None else future.result()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                yield Ready(item, made, error, waited_s)
-        finally:
-            for _, future in pending:
-                future.cancel()
-
-
-# ---- Which rows go together, in which order, on which rank: pure functions of row ids, lengths, seed and epoch.
-
-
 # Rows are packed among neighbours of the shuffled order: enough of them to fill packs well (97 % and more), few enough
 # that packing a million rows takes seconds.
 _PACKS_PER_WINDOW = 32
+
+
+class Rows(Protocol):
+    """Rows with states, by id."""
+
+    def extents(self) -> dict[str, Extent]:
+        """How much of each row training uses, in a fixed order. No states are read."""
+        ...
+
+    def read(self, row_id: str) -> StoredRow:
+        """The row with its states, finite. Called from another thread than the rest, and from two threads at once."""
+        ...
+
+    def expect(self, row_ids: Sequence[str]) -> None:
+        """The rows that this rank will read next, in order: a source that makes states may begin with them."""
+        ...
+
+
+def trim(stored: StoredRow) -> StoredRow:
+    """Cut what no supervised slot reads off the end: a closing user turn, a replay tail. Losses stay what they were.
+
+    Raises:
+        StoreError: the row's states do not fit its tokens.
+    """
+    row = stored.row
+    num_tokens = extent(row.loss_mask, row.next_is_supervised).num_tokens
+    _check(stored)
+    if num_tokens in (0, len(row.input_ids)):
+        return stored
+    kept = stored.label_pos < num_tokens
+    cut = replace(
+        row,
+        input_ids=row.input_ids[:num_tokens],
+        loss_mask=row.loss_mask[:num_tokens],
+        next_is_supervised=True,
+        tail_length=0,
+    )
+    return StoredRow(cut, stored.aux_states[:num_tokens], stored.label_pos[kept], stored.last_states[kept])
+
+
+def _check(stored: StoredRow) -> None:
+    row = stored.row
+    if stored.aux_states.shape[0] < len(row.input_ids) - 1:
+        raise StoreError(
+            f"row {row.row_id}: {stored.aux_states.shape[0]} states for {len(row.input_ids)} tokens; extract it again"
+        )
+    supervised_pos = torch.tensor(label_positions(row.loss_mask, row.next_is_supervised, 0), dtype=torch.int64)
+    has_states = stored.last_states.shape[0] == stored.label_pos.numel()
+    if not has_states or not torch.isin(supervised_pos, stored.label_pos).all():
+        raise StoreError(f"row {row.row_id}: its target states are not those its loss mask asks for; extract it again")
 
 
 @dataclass(frozen=True)
@@ -122,7 +86,7 @@ class Pack:
 
     row_ids: tuple[str, ...]
     num_tokens: int
-    """Of its rows together, after `rows.trim`."""
+    """Of its rows together, after `trim`."""
 
 
 def seed_of(*parts: object) -> int:
@@ -194,17 +158,17 @@ def packs(lengths: dict[str, int], total_seq_len: int, seed: int, epoch: int | N
     found: list[Pack] = []
     for window in _windows(ids, lengths, _PACKS_PER_WINDOW * total_seq_len):
         bins: list[list[str]] = []
-        room: list[int] = []
+        space: list[int] = []
         for row_id in sorted(window, key=lambda row_id: -lengths[row_id]):
-            for index, free in enumerate(room):
+            for index, free in enumerate(space):
                 if lengths[row_id] <= free:
                     bins[index].append(row_id)
-                    room[index] -= lengths[row_id]
+                    space[index] -= lengths[row_id]
                     break
             else:
                 bins.append([row_id])
-                room.append(total_seq_len - lengths[row_id])
-        found += [Pack(tuple(rows), total_seq_len - free) for rows, free in zip(bins, room)]
+                space.append(total_seq_len - lengths[row_id])
+        found += [Pack(tuple(rows), total_seq_len - free) for rows, free in zip(bins, space)]
     if shuffle is not None:
         found = [found[i] for i in torch.randperm(len(found), generator=shuffle).tolist()]
     return found
@@ -212,13 +176,13 @@ def packs(lengths: dict[str, int], total_seq_len: int, seed: int, epoch: int | N
 
 def _windows(ids: list[str], lengths: dict[str, int], num_tokens: int) -> list[list[str]]:
     windows: list[list[str]] = []
-    room = 0
+    space = 0
     for row_id in ids:
-        if not windows or lengths[row_id] > room:
+        if not windows or lengths[row_id] > space:
             windows.append([])
-            room = num_tokens
+            space = num_tokens
         windows[-1].append(row_id)
-        room -= lengths[row_id]
+        space -= lengths[row_id]
     return windows
 
 
@@ -234,3 +198,89 @@ def share(group: list[Pack], num_ranks: int) -> list[list[int]]:
         load[rank] += group[index].num_tokens
         dealt[rank].append(index)
     return [sorted(indices) for indices in dealt]
+
+
+@dataclass(frozen=True)
+class TrainingPack:
+    """One pack, ready for `train_step`; on the CPU."""
+
+    batch: Batch
+    layout: CodLayout
+
+    @property
+    def supervised_by_depth(self) -> list[int]:
+        """Supervised slots of each depth, depth 0 first."""
+        deeper = torch.bincount(self.layout.depth[self.layout.is_supervised], minlength=self.layout.num_depths)
+        return [int(self.batch.is_supervised.sum()), *deeper[1:].tolist()]
+
+    @property
+    def num_supervised(self) -> int:
+        """Supervised slots, all depths."""
+        return sum(self.supervised_by_depth)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pair slots without padding."""
+        return int((self.batch.document_ids >= 0).sum())
+
+
+def lay_out(rows: Rows, of: Pack, plan: TrainPlan, epoch: int | None) -> TrainingPack:
+    """Read a pack's states and draw its layout.
+
+    Args:
+        rows: where the states are.
+        of: the rows, in order.
+        plan: depths, retention and seed.
+        epoch: each row's layout is drawn from a generator seeded by (seed, epoch, row id), so that it depends neither
+            on the rows it is packed with nor on the rank; None takes all depths of all anchors (validation).
+    """
+    batch = pack([trim(rows.read(row_id)) for row_id in of.row_ids], None)
+    if epoch is None:
+        return TrainingPack(batch, layout.full(batch.is_supervised, batch.document_ids, plan.num_depths))
+    drawn = layout.sample(
+        is_supervised=batch.is_supervised,
+        document_ids=batch.document_ids,
+        num_depths=plan.num_depths,
+        down_sample_ratio=plan.down_sample_ratio,
+        down_sample_ratio_min=plan.down_sample_ratio_min,
+        generators=[generator("cod", plan.seed, epoch, row_id) for row_id in of.row_ids],
+    )
+    return TrainingPack(batch, drawn)
+
+
+@dataclass(frozen=True)
+class Ready(Generic[Item, Made]):
+    """What was made of an item, or why not."""
+
+    item: Item
+    made: Made | None
+    error: Exception | None
+    waited_s: float
+    """How long the trainer stood still for it."""
+
+
+def ahead(items: Iterable[Item], make: Callable[[Item], Made]) -> Iterator[Ready[Item, Made]]:
+    """Yield `make(item)` of each item in order, the next one being made meanwhile. An error is yielded, not raised.
+
+    So a rank whose data fails can still tell the others, instead of leaving them in a collective.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="peagle-data") as pool:
+        pending: list[tuple[Item, Future[Made]]] = []
+        left = iter(items)
+        try:
+            while True:
+                while len(pending) < 2 and (item := next(left, None)) is not None:
+                    pending.append((item, pool.submit(make, item)))
+                if not pending:
+                    return
+                item, future = pending.pop(0)
+                began_s = time.monotonic()
+                error = future.exception()
+                waited_s = time.monotonic() - began_s
+                made = None if error is not None else future.result()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield Ready(item, made, error, waited_s)
+        finally:
+            for _, future in pending:
+                future.cancel()

@@ -59,26 +59,26 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedRun:
     """A complete checkpoint that training can go on from."""
 
     folder: Path
     state: dict[str, Any]
 
 
-def complete(folder: Path) -> Found | None:
+def complete(folder: Path) -> SavedRun | None:
     """The checkpoint in `folder` if it is complete and has training state, else None."""
     state_file = folder / STATE / "state.json"
     if folder.is_symlink() or not all(p.is_file() for p in (folder / CONFIG, folder / WEIGHTS, state_file)):
         return None
     try:
         state = json.loads(state_file.read_text(encoding="utf-8"))
-        return Found(folder, state) if isinstance(state["progress"]["step"], int) else None
+        return SavedRun(folder, state) if isinstance(state["progress"]["step"], int) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def discover(save_path: Path) -> list[Found]:
+def discover(save_path: Path) -> list[SavedRun]:
     """Complete checkpoints below `save_path`, oldest first. Links, temporary and half folders are passed over."""
     if not save_path.is_dir():
         return []
@@ -100,21 +100,22 @@ class Keeper:
         dtype: of the saved drafter, "bfloat16" for example.
         keep_last: how many to keep besides the best; None keeps all.
         fingerprint: what must be the same for a run to go on (JSON values, printed on a mismatch).
-        facts: further facts for state.json (numbers of rows and tokens, for example).
+        counts: numbers of rows and tokens, for state.json.
         world: the ranks; rank 0 writes.
     """
 
     def __init__(
         self,
+        *,
         save_path: Path,
         dtype: str,
         keep_last: int | None,
         fingerprint: dict[str, Any],
-        facts: dict[str, Any],
+        counts: dict[str, int],
         world: World,
     ) -> None:
         self.save_path, self._dtype, self._keep_last = save_path, dtype, keep_last
-        self._fingerprint, self._facts, self._world = fingerprint, facts, world
+        self._fingerprint, self._counts, self._world = fingerprint, counts, world
 
     def restore(self, masters: Masters, optimizer: Optimizer) -> Progress | None:
         """Take up the newest complete checkpoint; None if there is none. Collective if sharded.
@@ -170,8 +171,8 @@ class Keeper:
         error: Exception | None = None
         random = self._random_states()
         if self._world.is_main or masters.is_sharded:
-            kept = {key: masters.full(tensor) for key, tensor in masters.tensors.items()}
-            weights = masters.state_dict(kept)
+            whole = {key: masters.full(tensor) for key, tensor in masters.tensors.items()}
+            weights = masters.state_dict(whole)
             remembered, adam_steps = optimizer.state()
             state = {
                 "format": _FORMAT,
@@ -179,14 +180,14 @@ class Keeper:
                 "adam_steps": adam_steps,
                 "fingerprint": self._fingerprint,
                 "world_size": self._world.size,
-                **self._facts,
+                **self._counts,
             }
             if self._world.is_main:
                 try:
                     with whole_folder(self.save_path / name) as folder:
                         write_into(folder, masters.drafter.config, weights, self._dtype)
                         (folder / STATE).mkdir()
-                        save_file(kept, folder / STATE / "masters.safetensors")
+                        save_file(whole, folder / STATE / "masters.safetensors")
                         save_file(remembered, folder / STATE / "optimizer.safetensors")
                         for rank, values in enumerate(random):
                             save_file(values, folder / STATE / f"rng_rank{rank}.safetensors")
@@ -220,7 +221,7 @@ class Keeper:
 
 
 def link(save_path: Path, name: str, target: str) -> None:
-    """Point `save_path/name` at the folder `target` beside it, in one rename; a copy where links are not to be had."""
+    """Point `save_path/name` at the folder `target` beside it, in one rename; a copy where there are no links."""
     place, temporary = save_path / name, save_path / f".{name}.{os.getpid()}.tmp"
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)

@@ -1,6 +1,7 @@
 """What can be set about training, said once: `FitConfig` for the loop, `TrainConfig` for `peagle train`.
 
-The loop knows depths only: `kinds.settle` turns a `TrainConfig` with EAGLE-3's own names into one with depths.
+The loop knows depths only: `plan.settle` turns a `TrainConfig` with EAGLE-3's own names into one with depths, and
+`plan.resolve` settles what is unset.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from typing import Literal
 from pydantic import Field, JsonValue, model_validator
 
 from peagle.config import SERVER, ServerSettings, StageConfig
-from peagle.errors import ConfigError
 
 _COD: dict[str, JsonValue] = {"panel": "Parallel drafting"}
 _DRAFTER: dict[str, JsonValue] = {"panel": "Drafter"}
@@ -21,14 +21,6 @@ _MACHINE: dict[str, JsonValue] = {"panel": "Machine"}
 _PATHS: dict[str, JsonValue] = {"panel": "Paths"}
 _RUN: dict[str, JsonValue] = {"panel": "Run"}
 _CHAIN: dict[str, JsonValue] = {"panel": "EAGLE-3"}
-
-# AdamW moves every number by about its rate, and an output sums `width` of them, so that the rate has to fall as the
-# width grows: as 1 / width, by the rule of maximal-update parametrisation. Measured at a width of 192 alone, 2e-3
-# (docs/recipe.md); at 4,096 this gives 9.4e-5, beside the 1e-4 of published EAGLE-3 recipes.
-_ADAMW_LR_TIMES_WIDTH = 0.384
-_LR_BESIDE_MUON = 8e-4
-# Muon's step is scaled to AdamW's size (match_rms_adamw), yet it bears a larger rate.
-_MUON_LR_RATIO = 10.0
 
 
 class FitConfig(StageConfig):
@@ -97,9 +89,10 @@ class FitConfig(StageConfig):
     """Where to train; auto takes a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field("auto", json_schema_extra=_MACHINE)
     """Type to compute in; auto: bfloat16 on a GPU, float32 on a CPU. Masters are float32 (float64 with float64)."""
-    attention: Literal["auto", "reference", "sdpa", "flex"] = Field("auto", json_schema_extra=_MACHINE)
-    """Attention: the dense definition, blocks (on a GPU PyTorch's sdpa, on a CPU our own kernels or matrix products),
-    or a flex kernel; auto: flex on a GPU, sdpa on a CPU."""
+    attention: Literal["auto", "native", "sdpa", "reference", "flex"] = Field("auto", json_schema_extra=_MACHINE)
+    """Attention: our own kernel (a CPU with AVX2, float32, heads of a multiple of 64), PyTorch's fused one, the dense
+    definition, or PyTorch's compiled one. auto: flex on a GPU (sdpa for EAGLE-3); native on a CPU where it runs, else
+    sdpa. A run prints which one it takes."""
     memory_budget: float | None = Field(None, gt=0, allow_inf_nan=False, json_schema_extra=_MACHINE)
     """GB for what blocks hold at a time: activations of their slots, rows of the vocabulary. They are cut to fit and
     the gradient stays the same; the base pass comes on top. Unset: 1 on a CPU, a sixteenth of a GPU's memory."""
@@ -108,25 +101,9 @@ class FitConfig(StageConfig):
     fsdp_shard: bool = Field(False, json_schema_extra=_MACHINE)
     """Shard masters, gradients and optimizer state over the ranks (FSDP2) instead of replicating them."""
 
-    def lr_at(self, hidden_size: int) -> float:
-        """`lr`, or what an unset one stands for with a drafter of this width."""
-        if self.lr is not None:
-            return self.lr
-        return _ADAMW_LR_TIMES_WIDTH / hidden_size if self.optimizer == "adamw" else _LR_BESIDE_MUON
-
-    @property
-    def settled_lr(self) -> float:
-        """`lr` of settings that know their drafter (`kinds.for_drafter`)."""
-        if self.lr is None:
-            raise ConfigError("--lr is unset, and the drafter's hidden size is not known yet")
-        return self.lr
-
-    @property
-    def matrix_lr(self) -> float:
-        """Peak learning rate of the layers' matrices."""
-        if self.optimizer == "adamw":
-            return self.settled_lr
-        return _MUON_LR_RATIO * self.settled_lr if self.muon_lr is None else self.muon_lr
+    def packs_per_step(self, num_ranks: int) -> int:
+        """Packs of an optimizer step, over all ranks together."""
+        return (self.batch_size or num_ranks) * self.gradient_accumulation_steps
 
     @model_validator(mode="after")
     def _fits(self) -> FitConfig:

@@ -26,12 +26,11 @@ from torch import Tensor
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import Batch
 from peagle.layout.visibility import visible
-from peagle.train.attention import Heads
-from peagle.train.context import Base
+from peagle.train.attention import BasePass, Heads
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ChainPart:
     """Chains first .. last-1 of a block, whose attention is one call per step, and the pair slots they may see."""
 
     first: int
@@ -40,7 +39,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _ChainStep:
     """One step of a block's chains: those that reach this depth."""
 
     chains: Tensor
@@ -52,7 +51,7 @@ class _Step:
 
 
 def chain_rollout(
-    drafter: Drafter, batch: Batch, base: Base, anchor: Tensor, depth: Tensor, heads: Heads, part_slots: int
+    drafter: Drafter, batch: Batch, base: BasePass, anchor: Tensor, depth: Tensor, heads: Heads, part_slots: int
 ) -> Tensor:
     """Run the chains of one block.
 
@@ -73,7 +72,7 @@ def chain_rollout(
     parts = _parts(first_anchor.tolist(), base, part_slots)
     seen = [[(k.read(part.seen), v.read(part.seen)) for part in parts] for k, v in zip(base.keys, base.values)]
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in base.keys]
-    steps: list[_Step] = []
+    steps: list[_ChainStep] = []
     carried = base.carried.read(first_anchor)
     going = torch.arange(starts.numel(), device=anchor.device)
     states, slots = [], []
@@ -92,8 +91,8 @@ def chain_rollout(
         return out[0] if len(out) == 1 else torch.cat(out)
 
     for step in range(1, int(lengths.max()) + 1):
-        kept = (lengths[going] >= step).nonzero()[:, 0]
-        going, carried = going[kept], carried[kept]
+        reaching = (lengths[going] >= step).nonzero()[:, 0]
+        going, carried = going[reaching], carried[reaching]
         steps.append(_step(going, steps, parts, first_anchor, batch.document_ids))
         at = first_anchor[going]
         entered = drafter.enter(base.embeds.read(at + step), carried)
@@ -104,16 +103,18 @@ def chain_rollout(
     return torch.cat(states)[torch.argsort(torch.cat(slots))]
 
 
-def _parts(anchors: list[int], base: Base, part_slots: int) -> list[_Part]:
+def _parts(anchors: list[int], base: BasePass, part_slots: int) -> list[_ChainPart]:
     """Cut a block's chains into parts of about `part_slots`, and find the pair slots that each may see."""
     cuts = [*range(0, max(1, len(anchors) - part_slots // 2), part_slots), len(anchors)]
     return [
-        _Part(first, last, slice(base.first_visible(anchors[first]), anchors[last - 1] + 1))
+        _ChainPart(first, last, slice(base.first_visible(anchors[first]), anchors[last - 1] + 1))
         for first, last in pairwise(cuts)
     ]
 
 
-def _step(going: Tensor, before: list[_Step], parts: list[_Part], anchors: Tensor, document_ids: Tensor) -> _Step:
+def _step(
+    going: Tensor, before: list[_ChainStep], parts: list[_ChainPart], anchors: Tensor, document_ids: Tensor
+) -> _ChainStep:
     edges = torch.tensor([edge for part in parts for edge in (part.first, part.last)], device=going.device)
     places = torch.searchsorted(going, edges).tolist()
     bounds = list(zip(places[::2], places[1::2]))
@@ -132,4 +133,4 @@ def _step(going: Tensor, before: list[_Step], parts: list[_Part], anchors: Tenso
                 document_ids,
             )
         )
-    return _Step(going, bounds, masks)
+    return _ChainStep(going, bounds, masks)

@@ -23,19 +23,17 @@ import torch
 
 from peagle import log
 from peagle.drafter.network import Drafter
-from peagle.errors import ConfigError, PeagleError, TrainingError
-from peagle.train.batches import Laid, Pack, Ready, ahead, lay_out, packs, share
+from peagle.errors import PeagleError, TrainingError
+from peagle.train.batches import Pack, Ready, Rows, TrainingPack, ahead, lay_out, packs, share
 from peagle.train.checkpoints import INTERRUPTED, Keeper, Progress
 from peagle.train.config import FitConfig
 from peagle.train.loss import verifier_choices
 from peagle.train.masters import Masters, choose_trained
-from peagle.train.memory import choose_sizes, default_budget, keep_pages, least_budget
 from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Trackers, Validation, add_up, sums_of
-from peagle.train.optimizer import Optimizer, make
+from peagle.train.optimizer import Optimizer, schedule
 from peagle.train.parallel import World
-from peagle.train.plan import for_drafter
-from peagle.train.sources import Rows
-from peagle.train.step import StepResult, StepSettings, train_step, validate_step
+from peagle.train.plan import TrainPlan, resolve
+from peagle.train.step import StepResult, StepSettings, keep_pages, train_step, validate_step
 from peagle.verifier.weights import VerifierHead
 
 logger = logging.getLogger(__name__)
@@ -56,45 +54,12 @@ class FitResult:
     """The signal that stopped it, or None if it came to its end."""
 
 
-def compute_dtype(config: FitConfig, device: torch.device) -> torch.dtype:
-    """The type that the network computes in."""
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[config.dtype]
-
-
-def step_settings(config: FitConfig, drafter: Drafter, num_pairs: int, world: World) -> StepSettings:
-    """How steps are computed on this machine, for packs of up to `num_pairs` pair slots."""
-    attention = config.attention
-    is_parallel = drafter.config.speculators_model_type == "peagle"
-    if attention == "auto":
-        attention = "flex" if world.device.type == "cuda" and is_parallel else "sdpa"
-    if attention == "flex" and not is_parallel:
-        raise ConfigError("--attention flex: EAGLE-3 chains are trained with sdpa or reference")
-    shape = drafter.config
-    wanted = shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size, num_pairs
-    budget = default_budget(world.device) if config.memory_budget is None else int(config.memory_budget * 1e9)
-    if config.memory_budget is not None and budget < least_budget(*wanted):
-        least = math.ceil(least_budget(*wanted) / 1e7) / 100
-        raise ConfigError(
-            f"--memory-budget {config.memory_budget:g}: the smallest blocks of this drafter, with packs of {num_pairs} "
-            f"tokens, need {least:g} (GB); give that or more"
-        )
-    sizes = choose_sizes(budget, *wanted)
-    weights = None
-    if config.depth_loss_decay != 1.0:
-        weights = tuple(config.depth_loss_decay**depth for depth in range(config.num_depths))
-    return StepSettings(
-        config.loss_fn, weights, attention, sizes.block_slots, sizes.chunk_rows, config.activation_checkpointing
-    )
-
-
 def fit(
     drafter: Drafter,
     head: VerifierHead,
     rows: Rows,
     validation_rows: Rows,
-    config: FitConfig,
+    settings: FitConfig | TrainPlan,
     world: World,
     keeper: Keeper | None,
     metrics_path: Path | None,
@@ -103,12 +68,12 @@ def fit(
     """Train a drafter in place.
 
     Args:
-        drafter: float32 weights; `build.initialise` starts them from the verifier. On return it is on the device, in
-            the compute dtype, on every rank (with `fsdp_shard`: sharded).
+        drafter: float32 weights; `start.initialise` makes them. On return it is on the device, in the compute dtype, on
+            every rank (with `fsdp_shard`: sharded).
         head: the verifier's whole head.
         rows: what to train on. Rows without a supervised slot are passed over.
         validation_rows: what to score on; may be empty.
-        config: everything else; what it leaves to the drafter's size is settled here (`kinds.for_drafter`).
+        settings: everything else: a plan, or a config that `plan.resolve` makes one of.
         world: the ranks (`World(0, 1, torch.device("cpu"))` for one process).
         keeper: where to save, and to resume from; None writes no checkpoint.
         metrics_path: `metrics.jsonl`, or None.
@@ -120,11 +85,20 @@ def fit(
     """
     if world.device.type == "cpu":
         keep_pages()
-    config = for_drafter(config, drafter.config)
-    return _Loop(drafter, head, rows, validation_rows, config, world, keeper, metrics_path, trackers).run()
+    plan = settings if isinstance(settings, TrainPlan) else resolve(settings, drafter.config, world)
+    return _Loop(
+        drafter=drafter,
+        head=head,
+        rows=rows,
+        validation_rows=validation_rows,
+        plan=plan,
+        world=world,
+        keeper=keeper,
+        log=MetricsLog(metrics_path if world.is_main else None, trackers),
+    ).run()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Item:
     """One optimizer step, as this rank sees it."""
 
@@ -140,54 +114,51 @@ class _Loop:
 
     def __init__(
         self,
+        *,
         drafter: Drafter,
         head: VerifierHead,
         rows: Rows,
         validation_rows: Rows,
-        config: FitConfig,
+        plan: TrainPlan,
         world: World,
         keeper: Keeper | None,
-        metrics_path: Path | None,
-        trackers: Trackers | None,
+        log: MetricsLog,
     ) -> None:
         self.drafter, self.rows, self.validation_rows = drafter, rows, validation_rows
-        self.config, self.world, self.keeper = config, world, keeper
-        self.dtype = compute_dtype(config, world.device)
-        lengths = _lengths(rows)
-        if not lengths:
+        self.plan, self.world, self.keeper, self.log = plan, world, keeper, log
+        self.result = FitResult()
+        self._not_finite_in_a_row = 0
+        # 1. The rows' lengths.
+        self.lengths = _lengths(rows)
+        if not self.lengths:
             raise TrainingError("no row has a supervised token; look at the loss masks with `peagle inspect`")
-        self.lengths, self.held_out = lengths, validation_packs(_lengths(validation_rows), config)
+        self.held_out = packs(_lengths(validation_rows), plan.total_seq_len, plan.seed, None)
+        # 2. The drafter on its device, its masters and its optimizer.
         drafter.to(world.device)
-        choose_trained(drafter, config.train_embeddings, config.train_lm_head)
-        row = drafter.config.mask_token_id if config.train_embeddings == "mask-token" else None
-        self.masters = Masters(drafter, self.dtype, row, world, config.fsdp_shard)
-        self.optimizer = Optimizer(config, self.masters)
-        whole_head = head.to(world.device, self.dtype)
+        choose_trained(drafter, plan.train_embeddings, plan.train_lm_head)
+        row = plan.drafter.mask_token_id if plan.train_embeddings == "mask-token" else None
+        self.masters = Masters(drafter, plan.dtype, row, world, plan.fsdp_shard)
+        self.optimizer = Optimizer(plan, self.masters)
+        # 3. The verifier's head, restricted to the draft vocabulary; one copy where the drafter's is the same.
+        whole_head = head.to(world.device, plan.dtype)
         self.head, self.full_head = whole_head, None
-        if drafter.config.is_pruned:
+        if plan.drafter.is_pruned:
             self.head, self.full_head = whole_head.restricted(drafter.draft_ids), whole_head
         lm_head = drafter.lm_head.weight
         is_same = not lm_head.requires_grad and lm_head.dtype == self.head.weight.dtype
         if is_same and torch.equal(lm_head, self.head.weight):
-            lm_head.data = self.head.weight  # one copy of the largest frozen matrix
-        self.settings = step_settings(config, drafter, config.total_seq_len, world)
-        self.result = FitResult()
+            lm_head.data = self.head.weight
+        # 4. Where an interrupted run stopped, and how many steps are left.
         restored = keeper.restore(self.masters, self.optimizer) if keeper is not None else None
         self.progress = self.result.progress = restored or Progress()
-        self.per_step = (config.batch_size or world.size) * config.gradient_accumulation_steps
-        if config.batch_size is None and self.progress.packs_per_step:
-            self.per_step = self.progress.packs_per_step  # of the run that is resumed, maybe by other ranks
+        self.per_step = plan.packs_per_step
+        if not plan.is_packs_per_step_given and self.progress.packs_per_step:
+            self.per_step = self.progress.packs_per_step
         self.progress.packs_per_step = self.per_step
-        planned = self._num_taken() + self._num_left()
-        self.num_steps = min(planned, config.max_steps or planned)
-        self.schedule = make(
-            config.scheduler_type,
-            config.scheduler_warmup_ratio,
-            config.scheduler_warmup_steps,
-            config.scheduler_total_steps or self.num_steps,
-        )
-        self.log = MetricsLog(metrics_path if world.is_main else None, self.progress.step, trackers)
-        self._not_finite_in_a_row = 0
+        taken = self.progress.step + self.progress.num_empty + self.progress.num_not_finite
+        self.num_steps = min(taken + self._num_left(), plan.max_steps)
+        self.schedule = schedule(plan, self.num_steps)
+        self.log.begin(self.progress.step)
 
     def run(self) -> FitResult:
         """Train to the end, or to a signal."""
@@ -218,15 +189,11 @@ class _Loop:
                 self._keep(item.epoch)
         return self.result
 
-    def _num_taken(self) -> int:
-        """Steps behind us, those included that learned nothing."""
-        return self.progress.step + self.progress.num_empty + self.progress.num_not_finite
-
     def _num_left(self) -> int:
         """Steps that the rest of the epochs has."""
         left, done = 0, self.progress.packs_done
-        for epoch in range(self.progress.epoch, self.config.epochs):
-            order = packs(self.lengths, self.config.total_seq_len, self.config.seed, epoch)
+        for epoch in range(self.progress.epoch, self.plan.epochs):
+            order = packs(self.lengths, self.plan.total_seq_len, self.plan.seed, epoch)
             left += max(0, math.ceil((len(order) - done) / self.per_step))
             done = 0
         return left
@@ -234,39 +201,35 @@ class _Loop:
     def _items(self) -> Iterator[_Item]:
         """The optimizer steps still to take."""
         done = self.progress.packs_done
-        for epoch in range(self.progress.epoch, self.config.epochs):
-            order = packs(self.lengths, self.config.total_seq_len, self.config.seed, epoch)
+        for epoch in range(self.progress.epoch, self.plan.epochs):
+            order = packs(self.lengths, self.plan.total_seq_len, self.plan.seed, epoch)
             items = []
             for first in range(done, len(order), self.per_step):
                 group = order[first : first + self.per_step]
                 mine = [group[i] for i in share(group, self.world.size)[self.world.rank]]
-                items.append(_Item(epoch, group, mine, first, len(order)))
+                items.append(_Item(epoch=epoch, group=group, mine=mine, packs_before=first, packs_in_epoch=len(order)))
             left = items[: max(0, self.num_steps - self.progress.step)]
             self.rows.expect([row_id for item in left for one in item.mine for row_id in one.row_ids])
             yield from items
             done = 0
 
-    def _load(self, item: _Item) -> list[Laid]:
-        return [lay_out(self.rows, one, self.config, item.epoch) for one in item.mine]
+    def _load(self, item: _Item) -> list[TrainingPack]:
+        return [lay_out(self.rows, one, self.plan, item.epoch) for one in item.mine]
 
-    def _step(self, ready: Ready[_Item, list[Laid]], interrupt: Interrupt) -> StepMetrics | None:
+    def _step(self, ready: Ready[_Item, list[TrainingPack]], interrupt: Interrupt) -> StepMetrics | None:
         """One optimizer step; None if nothing in it was supervised, or its gradient was thrown away."""
         began_s, world, device = time.monotonic(), self.world, self.world.device
-        laid = ready.made or []
-        by_depth = [one.supervised_by_depth for one in laid]
-        counts = world.sum(
-            torch.tensor(
-                [
-                    *(float(sum(depths[d] for depths in by_depth)) for d in range(self.config.num_depths)),
-                    float(sum(one.num_pairs for one in laid)),
-                    float(ready.error is not None),
-                    float(interrupt.signal_number or 0),
-                ],
-                dtype=torch.float64,
-                device=device,
-            )
-        ).tolist()
-        *totals, num_tokens, num_failed, num_signals = (int(count) for count in counts)
+        # 1. Counts over ranks, and whether one of them failed or was told to stop.
+        loaded = ready.made or []
+        by_depth = [one.supervised_by_depth for one in loaded]
+        counts = [float(sum(depths[d] for depths in by_depth)) for d in range(self.plan.num_depths)]
+        counts += [
+            float(sum(one.num_pairs for one in loaded)),
+            float(ready.error is not None),
+            float(interrupt.signal_number or 0),
+        ]
+        summed = world.sum(torch.tensor(counts, dtype=torch.float64, device=device)).tolist()
+        *totals, num_tokens, num_failed, num_signals = (int(count) for count in summed)
         num_supervised = sum(totals)
         if num_failed:
             if self.progress.step:
@@ -277,41 +240,43 @@ class _Loop:
         if num_supervised == 0:
             self.progress.num_empty += 1
             return None
+        # 2. Gradients of this rank's packs, then their sum over ranks.
         results = []
         divisor, settings = self._normalised(totals)
         with self.masters.step():
-            for one in laid:
-                batch, slots = one.batch.to(device, self.dtype), one.layout.to(device)
-                results.append(train_step(self.drafter, self.head, batch, slots, divisor, settings, None))
-        sums = sums_of(world.sum(add_up(results, self.config.num_depths, device)))
+            for one in loaded:
+                batch, slots = one.batch.to(device, self.plan.dtype), one.layout.to(device)
+                results.append(train_step(self.drafter, self.head, batch, slots, divisor, settings))
+        sums = sums_of(world.sum(add_up(results, self.plan.num_depths, device)))
         norm = float(self.masters.norm())
         if not self._is_finite(sums, norm, ready.item):
             return None
-        if self.config.max_grad_norm and norm > self.config.max_grad_norm:
-            self.masters.scale(self.config.max_grad_norm / norm)
+        # 3. The optimizer.
+        if norm > self.plan.max_grad_norm:
+            self.masters.scale(self.plan.max_grad_norm / norm)
         factor = self.schedule.factor(self.progress.step)
         self.optimizer.step(factor)
         self.masters.publish()
         self.progress.step += 1
         return StepMetrics(
-            self.progress.step,
-            ready.item.epoch,
-            sums.mean_loss,
-            sums.accuracy,
-            factor * self.optimizer.groups[0].lr,
-            norm,
-            num_supervised,
-            num_tokens,
-            time.monotonic() - began_s + ready.waited_s,
-            ready.waited_s,
+            step=self.progress.step,
+            epoch=ready.item.epoch,
+            loss=sums.mean_loss,
+            accuracy=sums.accuracy,
+            lr=factor * self.optimizer.groups[0].lr,
+            grad_norm=norm,
+            num_supervised=num_supervised,
+            num_tokens=num_tokens,
+            seconds=time.monotonic() - began_s + ready.waited_s,
+            data_wait_s=ready.waited_s,
         )
 
     def _normalised(self, totals: list[int]) -> tuple[float, StepSettings]:
         """What a step's loss is divided by: P-EAGLE's slots by their one count, EAGLE-3's steps each by its own."""
-        if self.drafter.config.speculators_model_type == "peagle":
-            return float(sum(totals)), self.settings
-        weights = self.settings.depth_weights or (1.0,) * len(totals)
-        return 1.0, replace(self.settings, depth_weights=tuple(w / max(1, n) for w, n in zip(weights, totals)))
+        step = self.plan.step
+        if self.plan.is_parallel:
+            return float(sum(totals)), step
+        return 1.0, replace(step, depth_weights=tuple(w / max(1, n) for w, n in zip(step.depth_weights, totals)))
 
     def _is_finite(self, sums: Sums, norm: float, item: _Item) -> bool:
         """Whether a step may be taken. If not, it is thrown away on every rank and counted; too many stop the run."""
@@ -336,11 +301,11 @@ class _Loop:
         """Whether a checkpoint falls on the end of this step."""
         before, after = item.packs_before, item.packs_before + len(item.group)
         if after >= item.packs_in_epoch:
-            is_last = item.epoch + 1 == self.config.epochs
-            return is_last or self.config.checkpoint_freq <= 1 or (item.epoch + 1) % self.config.checkpoint_freq == 0
-        if self.config.checkpoint_freq >= 1:
+            is_last = item.epoch + 1 == self.plan.epochs
+            return is_last or self.plan.checkpoint_freq <= 1 or (item.epoch + 1) % self.plan.checkpoint_freq == 0
+        if self.plan.checkpoint_freq >= 1:
             return False
-        share_before, share_after = (x / item.packs_in_epoch / self.config.checkpoint_freq for x in (before, after))
+        share_before, share_after = (x / item.packs_in_epoch / self.plan.checkpoint_freq for x in (before, after))
         return math.floor(share_after + 1e-9) > math.floor(share_before + 1e-9)
 
     def _keep(self, epoch: int) -> None:
@@ -352,38 +317,65 @@ class _Loop:
         if self.held_out:
             try:
                 with self.masters.whole():
-                    found = validate(
-                        self.drafter,
-                        self.head,
-                        self.full_head,
-                        self.validation_rows,
-                        self.held_out,
-                        self.config,
-                        self.settings,
-                        self.dtype,
-                        self.world,
-                        self.progress.step,
-                        epoch,
-                    )
+                    scored = self._validate(epoch)
             except PeagleError:  # raised on every rank: what was trained is kept, and validated when the run goes on
                 self.progress.due = name
                 self._save(INTERRUPTED, is_best=False)
                 raise
-            self.result.validations.append(found)
-            self.log.write("validation", found)
-            is_best, warning = self.progress.best.update(found.acceptance_length, found.loss, name)
-            rates = " ".join(f"{rate:.3f}" for rate in found.accuracy)
+            self.result.validations.append(scored)
+            self.log.write("validation", scored)
+            is_best, warning = self.progress.best.update(scored.acceptance_length, scored.loss, name)
+            rates = " ".join(f"{rate:.3f}" for rate in scored.accuracy)
             logger.info(
                 "checkpoint %s: validation loss %.4f  accuracy %s  acceptance length %.3f%s",
                 name,
-                found.loss,
+                scored.loss,
                 rates,
-                found.acceptance_length,
+                scored.acceptance_length,
                 " (best)" if is_best else "",
             )
             if warning and self.world.is_main:
                 logger.warning("%s", warning)
         self._save(name, is_best)
+
+    def _validate(self, epoch: int) -> Validation:
+        """Score the drafter on every depth of every anchor of the held-out rows: no sampling, so no noise. Collective.
+
+        Raises:
+            Exception: what a rank's data raised, on that rank, after the others were met.
+        """
+        began_s, world, plan = time.monotonic(), self.world, self.plan
+        # 1. This rank's share of the packs, the next one read meanwhile.
+        mine = [self.held_out[i] for i in share(self.held_out, world.size)[world.rank]]
+        self.validation_rows.expect([row_id for one in mine for row_id in one.row_ids])
+        results: list[StepResult] = []
+        error: Exception | None = None
+        ready: Ready
+        for ready in ahead(mine, lambda one: lay_out(self.validation_rows, one, plan, None)):
+            if ready.made is None:
+                error = ready.error
+                break
+            batch, slots = ready.made.batch.to(world.device, plan.dtype), ready.made.layout.to(world.device)
+            # 2. With a pruned vocabulary, a choice outside it counts as missed.
+            choices = None
+            if self.full_head is not None:
+                with torch.no_grad():
+                    normed = self.full_head.normed(batch.last_states)
+                    choices = verifier_choices(self.full_head, normed, self.drafter.draft_ids, plan.step.chunk_rows)
+            results.append(validate_step(self.drafter, self.head, batch, slots, plan.step, choices))
+        # 3. Sums over ranks.
+        added = add_up(results, plan.num_depths, world.device)
+        world.check(error)
+        sums = sums_of(world.sum(added))
+        return Validation(
+            step=self.progress.step,
+            epoch=epoch,
+            loss=sums.mean_loss,
+            accuracy=sums.accuracy,
+            acceptance_length=sums.acceptance_length if sums.total[0] else float("nan"),
+            num_supervised=sum(sums.total),
+            seconds=time.monotonic() - began_s,
+        )
 
     def _save(self, name: str, is_best: bool) -> None:
         if self.keeper is not None:
@@ -406,79 +398,11 @@ def _note(metrics: StepMetrics, tokens_per_s: float) -> str:
     )
 
 
-# ---- Validation: every depth of every anchor of the held-out rows, no sampling, so that its figures are not noise.
-
-
-def validation_packs(lengths: dict[str, int], config: FitConfig) -> list[Pack]:
-    """The held-out rows in a fixed order."""
-    return packs(lengths, config.total_seq_len, config.seed, None)
-
-
-def validate(
-    drafter: Drafter,
-    head: VerifierHead,
-    full_head: VerifierHead | None,
-    rows: Rows,
-    held_out: list[Pack],
-    config: FitConfig,
-    settings: StepSettings,
-    dtype: torch.dtype,
-    world: World,
-    step: int,
-    epoch: int,
-) -> Validation:
-    """Score the drafter. Collective: each rank takes its share of the packs.
-
-    Args:
-        drafter: its parameters whole.
-        head: the verifier's head, restricted to the draft vocabulary.
-        full_head: the whole one, with a pruned vocabulary: a choice outside counts as missed. None if not pruned.
-        rows, held_out: the validation rows.
-        config, settings, dtype: as in training.
-        world: the ranks.
-        step, epoch: for the record.
-
-    Raises:
-        Exception: what a rank's data raised, on that rank, after the others were met.
-    """
-    began_s = time.monotonic()
-    mine = [held_out[i] for i in share(held_out, world.size)[world.rank]]
-    rows.expect([row_id for one in mine for row_id in one.row_ids])
-    results: list[StepResult] = []
-    error: Exception | None = None
-    ready: Ready
-    for ready in ahead(mine, lambda one: lay_out(rows, one, config, None)):
-        if ready.made is None:
-            error = ready.error
-            break
-        batch, slots = ready.made.batch.to(world.device, dtype), ready.made.layout.to(world.device)
-        choices = None
-        if full_head is not None:
-            with torch.no_grad():
-                draft_ids = torch.arange(drafter.d2t.numel(), device=world.device) + drafter.d2t
-                choices = verifier_choices(
-                    full_head, full_head.normed(batch.last_states), draft_ids, settings.chunk_rows
-                )
-        results.append(validate_step(drafter, head, batch, slots, settings, choices))
-    added = add_up(results, config.num_depths, world.device)
-    world.check(error)
-    sums = sums_of(world.sum(added))
-    return Validation(
-        step,
-        epoch,
-        sums.mean_loss,
-        sums.accuracy,
-        sums.acceptance_length if sums.total[0] else float("nan"),
-        sum(sums.total),
-        time.monotonic() - began_s,
-    )
-
-
-# ---- SIGTERM and Ctrl-C during training: noted, answered between two optimizer steps, with everything saved.
-
-
 class Interrupt:
-    """Inside the context the first SIGTERM or SIGINT sets `signal_number`; a second SIGINT ends the process."""
+    """Inside the context the first SIGTERM or SIGINT sets `signal_number`; a second SIGINT ends the process.
+
+    It is answered between two optimizer steps, with everything saved.
+    """
 
     def __init__(self) -> None:
         self.signal_number: int | None = None

@@ -14,8 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from peagle.kernels import native
-from peagle.kernels.products import product
+from peagle import kernels
 from peagle.verifier.weights import VerifierHead
 
 LossName = Literal["kl_div", "ce", "tv"]
@@ -70,13 +69,14 @@ def chunks_by_label(label_rows: Tensor, chunk_rows: int) -> Iterator[tuple[int, 
 
 
 def head_loss(
+    *,
     states: Tensor,
     weight: Tensor,
     label_rows: Tensor,
     row_weight: Tensor,
     targets: Targets,
     loss: LossName,
-    space: Tensor,
+    logits_buffer: Tensor,
     with_grad: bool,
     weight_grad: Tensor | None,
 ) -> RowLoss:
@@ -89,23 +89,23 @@ def head_loss(
         row_weight: weight of each row in the sum whose gradient is taken, [num_rows].
         targets: the verifier's side.
         loss: `kl_div` KL(verifier || drafter), `ce` the verifier's choice as a hard label, `tv` total variation.
-        space: room for the logits of as many rows as are held at a time, [chunk_rows, draft_vocab_size]. A step has
-            one: fresh pages cost a third of the product that fills them.
+        logits_buffer: holds the logits of a chunk, [chunk_rows, draft_vocab_size]. A step has one: fresh pages cost a
+            third of the product that fills them.
         with_grad: whether to compute `grad`.
         weight_grad: the head's gradient is added here, [draft_vocab_size, hidden_size]; None for a frozen head.
     """
-    num_rows, (chunk_rows, vocab_size) = states.shape[0], space.shape
+    num_rows, (chunk_rows, vocab_size) = states.shape[0], logits_buffer.shape
     losses = states.new_empty(num_rows)
     is_correct = torch.empty(num_rows, dtype=torch.bool, device=states.device)
     grad = torch.empty_like(states) if with_grad else None
-    piece_elements = PIECE_ELEMENTS if states.device.type == "cpu" else space.numel()
+    piece_elements = PIECE_ELEMENTS if states.device.type == "cpu" else logits_buffer.numel()
     for begin, end in chunks_by_label(label_rows, chunk_rows):
         labels, label_of_row, counts = torch.unique_consecutive(
             label_rows[begin:end], return_inverse=True, return_counts=True
         )
         verifier_logits = targets.head.logits(targets.normed[labels])
         known = None if targets.choices is None else targets.choices[labels]
-        logits = product(states[begin:end], weight.t(), out=space[: end - begin])
+        logits = torch.mm(states[begin:end], weight.t(), out=logits_buffer[: end - begin])
         for rows, own in _pieces(counts.tolist(), max(1, piece_elements // vocab_size)):
             target = _target(verifier_logits[own], None if known is None else known[own], loss)
             within = label_of_row[rows] - own.start
@@ -114,7 +114,7 @@ def head_loss(
         if with_grad:
             assert grad is not None
             scale = row_weight[begin:end, None]
-            product(logits, weight, out=grad[begin:end])
+            torch.mm(logits, weight, out=grad[begin:end])
             grad[begin:end].mul_(scale)
             if weight_grad is not None:
                 weight_grad.addmm_((logits * scale).t(), states[begin:end])
@@ -146,86 +146,60 @@ class _Target:
 
 def _target(logits: Tensor, choices: Tensor | None, loss: LossName) -> _Target:
     """`logits` may be overwritten."""
-    if loss != "ce" and native.does_elements(logits):
-        found = native.softmax(logits, None, None, is_written=True)
-        chosen = found.choice if choices is None else choices
-        assert chosen is not None
-        return _Target(logits, found.dot - found.log_sum, chosen)
     if choices is None:
         choices = logits.argmax(-1)
     if loss == "ce":
         return _Target(None, None, choices)
-    probs = torch.softmax(logits, -1)
-    entropy = _row_dots(probs, logits) - _log_sum(logits.amax(-1), probs)
+    probs, entropy = kernels.softmax_with_entropy(logits)
     return _Target(probs, entropy, choices)
-
-
-def _row_dots(rows: Tensor, others: Tensor) -> Tensor:
-    """Dot product of each row with its own other, or with the one other, [num_rows]."""
-    return torch.mv(rows, others[0]) if others.shape[0] == 1 else torch.linalg.vecdot(rows, others)
-
-
-def _log_sum(best: Tensor, probs: Tensor) -> Tensor:
-    """log(sum(exp(logits))) of rows whose largest logit and softmax are known: the largest probability is
-    exp(best - log_sum)."""
-    return best - probs.amax(-1).log()
 
 
 def _piece(
     logits: Tensor, target: _Target, label_of_row: Tensor, loss: LossName, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses and correctness of a few rows, [num_rows]; with gradients, `logits` becomes d loss / d logits."""
+    # 1. The drafter is right where no logit exceeds that of the verifier's choice.
     choice = target.choices[label_of_row]
-    at_choice = logits.gather(1, choice.clamp(min=0)[:, None])[:, 0]
-    if loss == "kl_div" and target.probs is not None and native.does_elements(logits, target.probs):
+    at_choice = logits.gather(1, choice.clamp(min=0)[:, None])[:, 0]  # before the logits are overwritten
+    # 2. KL divergence: cross entropy less the verifier's own entropy.
+    if loss == "kl_div":
+        assert target.probs is not None
         assert target.entropy is not None
-        found = native.softmax(logits, target.probs, label_of_row, with_grad)
-        is_correct = (at_choice >= found.best) & (choice >= 0)
-        return target.entropy[label_of_row] + found.log_sum - found.dot, is_correct
-    best = logits.amax(-1)
+        cross_entropy, best = kernels.soft_cross_entropy_(logits, target.probs, label_of_row, with_grad)
+        return target.entropy[label_of_row] + cross_entropy, (at_choice >= best) & (choice >= 0)
+    best, probs = logits.amax(-1), torch.softmax(logits, -1)  # [num_rows], [num_rows, draft_vocab_size]
     is_correct = (at_choice >= best) & (choice >= 0)
-    probs = torch.softmax(logits, -1)
-    log_sum = _log_sum(best, probs)
+    # 3. Cross entropy with the choice. One outside the draft vocabulary has no logit to raise: its row teaches nothing.
     if loss == "ce":
-        # A choice outside the draft vocabulary has no logit to raise: such a row teaches nothing.
         inside = (choice >= 0).to(logits.dtype)
+        losses = (kernels.log_sum_exp(best, probs) - at_choice) * inside
         if with_grad:
             logit_grad = probs.scatter_add_(1, choice.clamp(min=0)[:, None], -inside[:, None])
             torch.mul(logit_grad, inside[:, None], out=logits)
-        return (log_sum - at_choice) * inside, is_correct
-    assert target.probs is not None
-    assert target.entropy is not None
-    # One label's distribution is read as it is by all of its rows.
-    wanted = target.probs if target.probs.shape[0] == 1 else target.probs[label_of_row]
-    if loss == "kl_div":
-        losses = target.entropy[label_of_row] + log_sum - _row_dots(logits, wanted)
-        if with_grad:
-            torch.sub(probs, wanted, out=logits)
         return losses, is_correct
+    # 4. Total variation: d(1 - sum min(q, p)) / dz = -q * (1[q <= p] - sum of q where q <= p)
+    assert target.probs is not None
+    wanted = target.probs if target.probs.shape[0] == 1 else target.probs[label_of_row]
     losses = 1 - torch.minimum(probs, wanted).sum(-1)
     if with_grad:
-        # d(1 - sum min(q, p)) / dz = -q * (1[q <= p] - sum of q where q <= p)
         below = (probs <= wanted).to(probs.dtype)
         torch.mul(probs, torch.linalg.vecdot(probs, below)[:, None] - below, out=logits)
     return losses, is_correct
 
 
-def verifier_choices(full_head: VerifierHead, normed: Tensor, draft_ids: Tensor | None, chunk_rows: int) -> Tensor:
+def verifier_choices(full_head: VerifierHead, normed: Tensor, draft_ids: Tensor, chunk_rows: int) -> Tensor:
     """The verifier's choice over its WHOLE vocabulary, as draft ids, so that a token nobody can draft counts as missed.
 
     Args:
         full_head: the verifier's head, not restricted.
         normed: norm(y), [num_labels, hidden_size].
-        draft_ids: verifier ids of the draft vocabulary, ascending, int64, [draft_vocab_size]; None if not pruned.
+        draft_ids: verifier ids of the draft vocabulary, ascending, int64, [draft_vocab_size].
         chunk_rows: labels whose logits are held at a time.
 
     Returns:
         int64, [num_labels]; -1 where the choice lies outside the draft vocabulary.
     """
-    found = torch.empty(normed.shape[0], dtype=torch.int64, device=normed.device)
-    for begin in range(0, normed.shape[0], chunk_rows):
-        found[begin : begin + chunk_rows] = full_head.logits(normed[begin : begin + chunk_rows]).argmax(-1)
-    if draft_ids is None:
-        return found
-    place = torch.searchsorted(draft_ids, found).clamp(max=draft_ids.numel() - 1)
-    return torch.where(draft_ids[place] == found, place, -1)
+    chunks = normed.split(chunk_rows)
+    choices = torch.cat([full_head.logits(chunk).argmax(-1) for chunk in chunks])  # [num_labels]
+    place = torch.searchsorted(draft_ids, choices).clamp(max=draft_ids.numel() - 1)
+    return torch.where(draft_ids[place] == choices, place, -1)

@@ -1,4 +1,4 @@
-"""What training reports: sums over slots, figures, lines of `metrics.jsonl`, and the best score."""
+"""What training reports: sums over slots, lines of `metrics.jsonl`, the best score, experiment trackers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from peagle.errors import ConfigError
 from peagle.files import whole_file
 from peagle.train.step import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def sums_of(added: Tensor) -> Sums:
     return Sums(loss, [int(x) for x in correct], [int(x) for x in total], [int(x) for x in prefix])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One optimizer step."""
 
@@ -83,7 +85,7 @@ class StepMetrics:
     data_wait_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Validation:
     """All depths of all validation rows."""
 
@@ -97,16 +99,19 @@ class Validation:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: a line per optimizer step and per validation. Lines past a resumed step are dropped first.
+    """`metrics.jsonl`: a line per optimizer step and per validation.
 
     Args:
         path: the file; None writes nothing.
-        step: the run goes on after this step.
         trackers: get the same figures; None if there are none.
     """
 
-    def __init__(self, path: Path | None, step: int, trackers: Trackers | None) -> None:
+    def __init__(self, path: Path | None, trackers: Trackers | None) -> None:
         self._path, self._trackers = path, trackers
+
+    def begin(self, step: int) -> None:
+        """The run goes on after this step: drop the lines of later ones, which it writes again."""
+        path = self._path
         if path is None:
             return
         kept = []
@@ -163,12 +168,6 @@ class Best:
             )
         return False, None
 
-
-# ---- Experiment trackers by name: TensorBoard, Weights & Biases, MLflow, trackio. JSONL is written whatever is
-# chosen.
-
-
-logger = logging.getLogger(__name__)
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 

@@ -1,4 +1,4 @@
-"""The optimizer: which tensor gets which rule and rate, and its state as named tensors (no pickle).
+"""The optimizer: which tensor gets which rule and rate, its state as named tensors (no pickle), and the schedule.
 
 Matrices of the layers and `fc` are stepped by Muon (or AdamW); embedding, head, norms and `mask_hidden` by AdamW.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from peagle.errors import CheckpointError
-from peagle.train.config import FitConfig
 from peagle.train.masters import EMBEDDING, HEAD, Masters
 from peagle.train.parallel import World
+from peagle.train.plan import TrainPlan
 
 _ADAM_STATE = ("exp_avg", "exp_avg_sq")
 _MUON_STATE = ("momentum_buffer",)
@@ -24,7 +24,7 @@ _ADAM_EPS = 1e-8
 _ADAM_BETA1 = 0.9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Group:
     """Tensors that share a rule and a peak rate."""
 
@@ -36,48 +36,52 @@ class Group:
     is_muon: bool
 
 
-def groups(config: FitConfig, shapes: dict[str, torch.Size]) -> list[Group]:
+def groups(plan: TrainPlan, shapes: dict[str, torch.Size]) -> list[Group]:
     """Split the trained tensors: [matrices, embeddings, vectors], empty ones left out.
 
     Args:
-        config: rates and decays, settled for the drafter.
+        plan: rules, rates and decays.
         shapes: shape of each trained tensor by name.
     """
     embeddings = tuple(name for name in shapes if name in (EMBEDDING, HEAD))
     matrices = tuple(name for name, shape in shapes.items() if len(shape) == 2 and name not in embeddings)
     vectors = tuple(name for name in shapes if name not in embeddings and name not in matrices)
-    is_muon = config.optimizer == "muon"
-    decay = config.muon_weight_decay if is_muon else config.weight_decay
-    found = [
-        Group("matrices", matrices, config.matrix_lr, decay, is_muon),
-        Group("embeddings", embeddings, config.embedding_lr or config.settled_lr, 0.0, False),
-        Group("vectors", vectors, config.settled_lr, 0.0, False),
+    all_groups = [
+        Group(
+            name="matrices",
+            tensors=matrices,
+            lr=plan.matrix_lr,
+            weight_decay=plan.matrix_decay,
+            is_muon=plan.is_muon,
+        ),
+        Group(name="embeddings", tensors=embeddings, lr=plan.embedding_lr, weight_decay=0.0, is_muon=False),
+        Group(name="vectors", tensors=vectors, lr=plan.lr, weight_decay=0.0, is_muon=False),
     ]
-    return [group for group in found if group.tensors]
+    return [group for group in all_groups if group.tensors]
 
 
 class Optimizer:
     """Steps masters at a share of each group's peak rate.
 
     Args:
-        config: rules and rates.
+        plan: rules and rates.
         masters: what is stepped.
     """
 
-    def __init__(self, config: FitConfig, masters: Masters) -> None:
+    def __init__(self, plan: TrainPlan, masters: Masters) -> None:
         self._masters = masters
-        self.groups = groups(config, {name: tensor.shape for name, tensor in masters.tensors.items()})
+        self.groups = groups(plan, {name: tensor.shape for name, tensor in masters.tensors.items()})
         self._steppers: list[tuple[torch.optim.Optimizer, Group]] = []
         for group in self.groups:
             tensors = [masters.tensors[name] for name in group.tensors]
             stepper: torch.optim.Optimizer
             if group.is_muon:
-                stepper = Muon(tensors, group.lr, config.muon_momentum, group.weight_decay, masters.world)
+                stepper = Muon(tensors, group.lr, plan.muon_momentum, group.weight_decay, masters.world)
             else:
                 stepper = torch.optim.AdamW(
                     tensors,
                     lr=group.lr,
-                    betas=(_ADAM_BETA1, config.adam_beta2),
+                    betas=(_ADAM_BETA1, plan.adam_beta2),
                     eps=_ADAM_EPS,
                     weight_decay=group.weight_decay,
                     fused=not masters.is_sharded or masters.world.device.type == "cuda",
@@ -134,9 +138,7 @@ def _step_device(stepper: torch.optim.Optimizer, master: Tensor) -> torch.device
     return master.device if stepper.param_groups[0]["fused"] else torch.device("cpu")
 
 
-# ---- Muon for matrices that may be replicated or sharded: each matrix is orthogonalized once, whole, by one rank.
-
-
+# Of Muon's Newton-Schulz iterations.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPS = 1e-7
@@ -172,7 +174,7 @@ def _iteration_dtype(matrix: Tensor) -> torch.dtype:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized, with decoupled weight decay.
+    """Momentum, orthogonalized, with decoupled weight decay. A matrix, sharded or not, is orthogonalized once, whole.
 
     Args:
         matrices: parameters of two dimensions, plain or sharded (DTensor); the same list on every rank.
@@ -227,12 +229,9 @@ def _work(matrix: Tensor) -> int:
     return matrix.numel() * min(matrix.shape)
 
 
-# ---- The learning rate as a pure function of the number of optimizer steps: there is no scheduler state to lose.
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then a fall to zero at `total_steps`."""
+    """Warm-up, then a fall to zero at `total_steps`: a pure function of the step, so there is no state to lose."""
 
     kind: str
     """"linear", "cosine" or "none" (constant after warm-up)."""
@@ -255,7 +254,8 @@ class Schedule:
         return 1.0 - share if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
 
 
-def make(kind: str, warmup_ratio: float, warmup_steps: int | None, total_steps: int) -> Schedule:
-    """The schedule of a run: `warmup_steps` wins over `warmup_ratio`, and warm-up never exceeds the run."""
-    steps = round(warmup_ratio * total_steps) if warmup_steps is None else warmup_steps
-    return Schedule(kind, min(steps, total_steps), total_steps)
+def schedule(plan: TrainPlan, num_steps: int) -> Schedule:
+    """The schedule of a run of `num_steps`; warm-up never exceeds it."""
+    total = plan.schedule_steps or num_steps
+    warmup_steps = plan.warmup_steps + round(plan.warmup_ratio * total)
+    return Schedule(plan.scheduler_type, min(warmup_steps, total), total)

@@ -135,22 +135,22 @@ def _wait(store: Any, key: str, limit_s: float, who: str) -> None:
             if time.monotonic() > end_s:
                 raise TrainingError(f"{who} did not get ready within {limit_s:.0f} s") from None
         except (dist.DistNetworkError, RuntimeError):
-            raise TrainingError(f"{who} is not to be reached: the process that holds the store is gone") from None
+            raise TrainingError(f"{who} cannot be reached: the process that holds the store is gone") from None
 
 
 def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
     buckets: list[list[Tensor]] = []
-    room = 0
+    space = 0
     for tensor in tensors:
-        if not buckets or room < tensor.numel() or buckets[-1][0].dtype != tensor.dtype:
+        if not buckets or space < tensor.numel() or buckets[-1][0].dtype != tensor.dtype:
             buckets.append([])
-            room = _BUCKET_ELEMENTS
+            space = _BUCKET_ELEMENTS
         buckets[-1].append(tensor)
-        room -= tensor.numel()
+        space -= tensor.numel()
     return buckets
 
 
-def start(device: str, timeout_s: float) -> World:
+def join_ranks(device: str, timeout_s: float) -> World:
     """Join the other ranks if torchrun started several, else be alone.
 
     Args:
@@ -161,7 +161,7 @@ def start(device: str, timeout_s: float) -> World:
         ConfigError: cuda was asked for and there is none, or fewer GPUs than processes on this machine.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this PyTorch sees no GPU; leave --device away or install a CUDA build")
+        raise ConfigError("--device cuda: this PyTorch sees no GPU; omit --device or install a CUDA build")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -181,7 +181,7 @@ def start(device: str, timeout_s: float) -> World:
     return World(rank, size, where)
 
 
-def stop() -> None:
+def leave_ranks() -> None:
     """Leave the group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,334 +1,51 @@
-"""Everything that is decided before weights are loaded: which rows, which drafter, and every early refusal.
+"""Settings resolved once: a config, the drafter's shape and the ranks give a `TrainPlan`, before any weight is loaded.
 
-Rank 0 decides and the others are told, so that no two ranks can differ, and a file that only one of them can read is no
-trouble. In: the config. Out: a `Decision` of JSON values.
+`settle` comes first: what the kind of drafter fixes, and what a checkpoint to start from brings along. Everything
+behind a plan reads the plan, in which nothing is left open; no default is stated anywhere else.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from peagle import log
-from peagle.data.draft_vocab import choose_vocab, vocab_of_ids
-from peagle.data.prepared import Prepared, load_prepared
-from peagle.data.records import TokenRow
-from peagle.drafter.checkpoint import CONFIG, find, read_config, read_weights
-from peagle.drafter.model_config import DrafterConfig, config_for
-from peagle.drafter.warm_start import check_layers, check_source, config_from
-from peagle.errors import CheckpointError, ConfigError, DataError, StoreError, TrainingError
-from peagle.hidden_states.store import StoreReader, StoreSpec
-from peagle.train.batches import first_by_hash, packs, split
+from peagle import kernels
+from peagle.drafter.checkpoint import CONFIG, find, read_config
+from peagle.drafter.model_config import DrafterConfig
+from peagle.errors import ConfigError
+from peagle.train.attention import AttentionName
 from peagle.train.config import FitConfig, TrainConfig
-from peagle.train.sources import Extent, extent, hidden_states_path, plan_states
-from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
-from peagle.verifier.special_tokens import load_tokenizer, resolve_mask_token
-from peagle.verifier.weights import fingerprint
+from peagle.train.parallel import World
+from peagle.train.step import StepSettings
 
-logger = logging.getLogger(__name__)
+# AdamW moves every number by about its rate, and an output sums `width` of them, so that the rate has to fall as the
+# width grows: as 1 / width, by the rule of maximal-update parametrisation. Measured at a width of 192 alone, 2e-3
+# (docs/recipe.md); at 4,096 this gives 9.4e-5, beside the 1e-4 of published EAGLE-3 recipes.
+_ADAMW_LR_TIMES_WIDTH = 0.384
+_LR_BESIDE_MUON = 8e-4
+# Muon's step is scaled to AdamW's size (match_rms_adamw), yet it bears a larger rate.
+_MUON_LR_RATIO = 10.0
 
-# Below this a drafter learns next to nothing that it could show; the published recipe has some millions.
-_FEW_TOKENS = 10_000
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What rank 0 decided; JSON values only."""
-
-    drafter: dict[str, Any]
-    """Fields of the `DrafterConfig`."""
-    draft_ids: list[int] | None
-    """Verifier ids of the pruned vocabulary."""
-    train: dict[str, list[int]]
-    """Extent of each training row: tokens, supervised pair slots."""
-    held_out: dict[str, list[int]]
-    """The same of the validation rows."""
-    dropped: dict[str, int]
-    """Prepared rows that are not used, by reason."""
-    num_prepared: int
-    save_dtype: str
-    mask_token_how: str
-    warnings: list[str]
-    data: dict[str, str]
-    """Hashes of what was read, for the manifest."""
-    spec: dict[str, Any]
-    """Fields of the `StoreSpec`: what the states are like."""
-
-    def store_spec(self) -> StoreSpec:
-        """What the states are like."""
-        return StoreSpec(**{**self.spec, "aux_layer_ids": tuple(self.spec["aux_layer_ids"])})
-
-    def extents(self, which: dict[str, list[int]]) -> dict[str, Extent]:
-        """`train` or `held_out` as records."""
-        return {row_id: Extent(*values) for row_id, values in which.items()}
-
-    def drafter_config(self) -> DrafterConfig:
-        """The drafter's shape."""
-        return DrafterConfig.build(self.drafter)
-
-    def fingerprint(self, config: TrainConfig) -> dict[str, Any]:
-        """What must be the same for a run to go on from a checkpoint."""
-        shape = {key: value for key, value in self.drafter.items() if key not in ("verifier", "verifier_architectures")}
-        return json.loads(
-            json.dumps(
-                {
-                    **shape,
-                    "draft_vocabulary": None if self.draft_ids is None else _digest(self.draft_ids),
-                    "rows": _digest([self.train, self.held_out]),
-                    "seed": config.seed,
-                    "total_seq_len": config.total_seq_len,
-                    "optimizer": config.optimizer,
-                    "train_embeddings": config.train_embeddings,
-                    "train_lm_head": config.train_lm_head,
-                }
-            )
-        )
-
-
-def decide(config: TrainConfig) -> Decision:
-    """Look at everything that is cheap to look at, and refuse what cannot work.
-
-    Raises:
-        PeagleError: one line for whatever does not fit: data, store, verifier, flags.
-    """
-    prepared = load_prepared(config.data_path)
-    verifier_config = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
-    verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
-    source = None if config.from_pretrained is None else pretrained_config(config.from_pretrained)
-    if source is not None:
-        check_source(
-            source,
-            str(config.from_pretrained),
-            verifier_config.name_or_path,
-            verifier_config.hidden_size,
-            verifier_config.vocab_size,
-        )
-    planned = plan_states(config, verifier_config, prepared, None if source is None else source.aux_layer_ids)
-    spec = planned.spec
-    _same_verifier(config, verifier_config, prepared, spec)
-    if source is not None:
-        check_layers(source, str(config.from_pretrained), spec.aux_layer_ids)
-    rows = _rows(config, verifier_config, prepared, planned.reader)
-    tokenizer = load_tokenizer(config.verifier_name_or_path, config.trust_remote_code)
-    mask = _mask_token(config, verifier_config, tokenizer, rows)
-    if source is not None and config.draft_vocab_size is not None:
-        vocab = vocab_of_ids(pretrained_draft_ids(str(config.from_pretrained)), verifier_config.vocab_size)
-    else:
-        vocab = choose_vocab(prepared, tokenizer, verifier_config.eos_token_ids, config.draft_vocab_size)
-    drafter = _shape(config, verifier_config, spec, source, None if vocab.is_full else vocab.size, mask.id)
-    train_ids, held_out_ids = split(first_by_hash(list(rows.extents), config.max_samples), config.train_data_ratio)
-    warnings = [mask.warning] if mask.warning else []
-    if config.endpoint and not config.asks_verifier:
-        warnings.append(
-            f"--endpoint {config.endpoint[0]} is not asked: --hidden-states {config.hidden_states} reads the store; "
-            "online and hybrid ask a server"
-        )
-    if not vocab.is_full:
-        left_out = vocab.mass_left_out(prepared.frequencies)
-        logger.info("draft vocabulary: %d of %d tokens, %.2f %% of the supervised ones left out",
-                    vocab.size, verifier_config.vocab_size, 100 * left_out)  # fmt: skip
-    num_supervised = sum(rows.extents[row_id].num_supervised for row_id in train_ids)
-    if num_supervised < _FEW_TOKENS:
-        warnings.append(
-            f"only {len(train_ids)} rows with {num_supervised} supervised tokens to train on: expect few accepted "
-            "tokens. The published recipe has 5,000 conversations, some millions of tokens"
-        )
-    for lengths in (train_ids, held_out_ids):
-        packs({row_id: rows.extents[row_id].num_tokens for row_id in lengths}, config.total_seq_len, config.seed, None)
-    return Decision(
-        drafter.model_dump(mode="json"),
-        None if vocab.is_full else vocab.ids.tolist(),
-        {row_id: list(asdict(rows.extents[row_id]).values()) for row_id in train_ids},
-        {row_id: list(asdict(rows.extents[row_id]).values()) for row_id in held_out_ids},
-        rows.dropped,
-        len(prepared),
-        verifier_config.dtype if config.save_dtype == "auto" else config.save_dtype,
-        mask.how,
-        warnings,
-        {
-            "rows_sha256": str(prepared.summary.get("rows_sha256", "")),
-            "tokenizer_sha256": str(prepared.summary.get("tokenizer_sha256", "")),
-            "verifier_fingerprint": spec.verifier_fingerprint,
-        },
-        asdict(spec),
-    )
-
-
-@dataclass(frozen=True)
-class _Mask:
-    id: int | None
-    how: str
-    warning: str | None
-
-
-def _mask_token(config: TrainConfig, verifier_config: VerifierConfig, tokenizer: Any, rows: _Rows) -> _Mask:
-    if config.speculator_type == "eagle3":
-        return _Mask(None, "none: EAGLE-3", None)
-    found = resolve_mask_token(tokenizer, verifier_config.vocab_size, config.mask_token_id, rows.seen_ids)
-    return _Mask(found.id, found.how, found.warning)
-
-
-def _shape(
-    config: TrainConfig,
-    verifier_config: VerifierConfig,
-    spec: StoreSpec,
-    source: DrafterConfig | None,
-    draft_vocab_size: int | None,
-    mask_token_id: int | None,
-) -> DrafterConfig:
-    """The drafter's config: made for the verifier, or taken over from the checkpoint that training starts from."""
-    if source is not None:
-        return config_from(
-            source,
-            config.speculator_type,
-            config.num_layers,
-            config.num_depths,
-            mask_token_id,
-            config.norm_output,
-            verifier_config.name_or_path,
-            tuple(verifier_config.architectures),
-        )
-    made = config_for(
-        verifier_config,
-        config.speculator_type,
-        config.draft_arch,
-        config.num_layers,
-        config.intermediate_size,
-        config.num_depths,
-        spec.aux_layer_ids,
-        draft_vocab_size,
-        mask_token_id,
-        config.norm_before_residual,
-        config.norm_before_fc,
-    )
-    return DrafterConfig.build({**made.model_dump(), "norm_output": config.norm_output})
-
-
-def _same_verifier(config: TrainConfig, verifier_config: VerifierConfig, prepared: Prepared, spec: StoreSpec) -> None:
-    """Refuse rows or states that were made for another verifier, or with other layers."""
-    where = hidden_states_path(config)
-    if config.target_layer_ids is not None:
-        wanted = resolve_aux_layer_ids(verifier_config.num_layers, config.target_layer_ids)
-        if wanted != spec.aux_layer_ids:
-            raise StoreError(
-                f"{where}: the store has layers {_listed(spec.aux_layer_ids)}, --target-layer-ids asks for "
-                f"{_listed(wanted)}. Extract again, or leave --target-layer-ids away."
-            )
-    for name in ("hidden_size", "num_layers", "vocab_size"):
-        if getattr(spec, name) != getattr(verifier_config, name):
-            raise StoreError(
-                f"{where}: the store was made by {spec.verifier} ({name} {getattr(spec, name)}), "
-                f"{verifier_config.name_or_path} has {getattr(verifier_config, name)}; extract again with this verifier"
-            )
-    if spec.verifier_fingerprint and fingerprint(verifier_config) != spec.verifier_fingerprint:
-        raise StoreError(
-            f"{where}: the store was made by other weights ({spec.verifier}) than those of {verifier_config.name_or_path}; "
-            "extract again with this verifier"
-        )
-    if prepared.summary["vocab_size"] != verifier_config.vocab_size:
-        raise DataError(
-            f"{config.data_path}: prepared for {prepared.summary.get('model')} (vocabulary "
-            f"{prepared.summary['vocab_size']}), {verifier_config.name_or_path} has {verifier_config.vocab_size}; prepare again for it"
-        )
-
-
-@dataclass(frozen=True)
-class _Rows:
-    extents: dict[str, Extent]
-    dropped: dict[str, int]
-    seen_ids: set[int]
-
-
-def _rows(config: TrainConfig, verifier_config: VerifierConfig, prepared: Prepared, store: StoreReader | None) -> _Rows:
-    """The rows that can be trained on: prepared, stored as prepared (or to be made), and supervised somewhere."""
-    extents: dict[str, Extent] = {}
-    missing: list[str] = []
-    num_silent = 0
-    seen = torch.zeros(verifier_config.vocab_size, dtype=torch.bool)
-    with log.progress("check rows", len(prepared), "rows") as meter:
-        for index in range(len(prepared)):
-            row = prepared.row(index)
-            meter.advance(1)
-            ids = torch.tensor(row.input_ids)
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < verifier_config.vocab_size:
-                raise DataError(
-                    f"row {row.row_id}: token id {int(ids.max())} is beyond the verifier's {verifier_config.vocab_size} rows; "
-                    "prepare again with this model"
-                )
-            seen[ids] = True
-            found = extent(row)
-            if not found.num_supervised:
-                num_silent += 1
-            elif store is not None and row.row_id in store:
-                _same_row(row, store)
-                extents[row.row_id] = found
-            elif config.asks_verifier:
-                extents[row.row_id] = found
-            else:
-                missing.append(row.row_id)
-    if not extents and not missing:
-        raise TrainingError(
-            f"{config.data_path}: 0 of {len(prepared)} rows have a supervised token; look at them with `peagle inspect`"
-        )
-    if missing and (config.on_missing == "raise" or not extents):
-        raise StoreError(
-            f"{hidden_states_path(config)}: no hidden states of {len(missing)} of {len(prepared)} prepared rows (the "
-            f"first is {missing[0]}). Run `peagle extract` to its end, train on the others with --on-missing skip, or "
-            "ask the verifier for them with --on-missing generate."
-        )
-    dropped = {"no hidden states in the store": len(missing), "nothing supervised": num_silent}
-    return _Rows(extents, {why: count for why, count in dropped.items() if count}, set(seen.nonzero()[:, 0].tolist()))
-
-
-def _same_row(row: TokenRow, store: StoreReader) -> None:
-    """Refuse states of other tokens: a row that was prepared again with another length or template."""
-    entry = store.entry(row.row_id)
-    if entry.ids_sha256 != _sha256(row.input_ids):
-        raise StoreError(
-            f"{store.folder}: row {row.row_id} was stored with other tokens ({entry.num_tokens}, prepared "
-            f"{len(row.input_ids)}); the data was prepared again since. Extract again."
-        )
-    if entry.mask_sha256 != _sha256([*row.loss_mask, int(row.next_is_supervised), row.tail_length]):
-        raise StoreError(
-            f"{store.folder}: row {row.row_id} was stored with another loss mask; the data was prepared again since. "
-            "Extract again."
-        )
-
-
-def _sha256(values: list[int]) -> str:
-    """`files.sha256_ids`, at once."""
-    return hashlib.sha256(np.asarray(values, dtype="<i8").tobytes()).hexdigest()
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _listed(ids: Iterable[int]) -> str:
-    return ", ".join(map(str, ids))
-
-
-def need_save_path(config: TrainConfig) -> None:
-    """Refuse a --save-path that is no folder."""
-    if config.save_path.exists() and not config.save_path.is_dir():
-        raise ConfigError(f"--save-path {config.save_path}: is a file, expected a folder")
-
-
-# ---- What the kind of drafter, and a checkpoint to start from, decide about a run's settings, before it begins.
-
-
-Settings = TypeVar("Settings", bound=FitConfig)
+MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS = 128, 1024
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 1024
+CPU_BUDGET_BYTES = 1 << 30
+# Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 5 GB of 80.
+GPU_BUDGET_SHARE = 16
+# A half of the budget for a block, an eighth for a chunk.
+_BLOCK_PART, _CHUNK_PART = 2, 8
 
 # EAGLE-3's own flags and the loop's general ones that they stand for.
-_CHAIN = {"ttt_steps": "num_depths", "ttt_step_loss_decay": "depth_loss_decay"}
+_CHAIN_FLAGS = {"ttt_steps": "num_depths", "ttt_step_loss_decay": "depth_loss_decay"}
+# EAGLE-3 trains whole chains, without sampling, over the verifier's embedding.
+_CHAIN_SETTINGS: dict[str, Any] = {
+    "down_sample_ratio": 1.0,
+    "down_sample_ratio_min": 1.0,
+    "train_embeddings": "none",
+}
 # Of a checkpoint that training starts from: flag -> field of its config.
 _SHAPE = {
     "num_layers": "num_layers",
@@ -339,10 +56,216 @@ _SHAPE = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """What the loop does, all of it settled."""
+
+    drafter: DrafterConfig
+    """The drafter's shape."""
+    dtype: torch.dtype
+    """Type that the network computes in."""
+    step: StepSettings
+    """How a step is computed."""
+
+    num_depths: int
+    down_sample_ratio: float
+    down_sample_ratio_min: float
+    seed: int
+
+    total_seq_len: int
+    """Most tokens of a pack."""
+    packs_per_step: int
+    """Packs of an optimizer step, over all ranks."""
+    is_packs_per_step_given: bool
+    """Whether that was asked for; else a resumed run keeps the number that it began with, by whatever ranks."""
+    epochs: int
+    max_steps: int
+    """Optimizer steps after which the run ends; `sys.maxsize` where only its epochs end it."""
+    checkpoint_freq: float
+
+    train_embeddings: Literal["all", "mask-token", "none"]
+    train_lm_head: bool
+    fsdp_shard: bool
+
+    is_muon: bool
+    lr: float
+    """Peak rate of norms and `mask_hidden`."""
+    matrix_lr: float
+    """Peak rate of the layers' matrices."""
+    embedding_lr: float
+    """Peak rate of the embedding and of a trained head."""
+    matrix_decay: float
+    """Decoupled decay of the matrices; nothing else decays."""
+    muon_momentum: float
+    adam_beta2: float
+    max_grad_norm: float
+    """Infinite where nothing is clipped."""
+
+    scheduler_type: Literal["linear", "cosine", "none"]
+    warmup_ratio: float
+    """Warm-up is this share of the schedule plus `warmup_steps`; one of the two is 0."""
+    warmup_steps: int
+    schedule_steps: int
+    """Steps of the whole schedule; 0 for as many as the run has."""
+
+    @property
+    def is_parallel(self) -> bool:
+        """P-EAGLE; else EAGLE-3."""
+        return self.drafter.speculators_model_type == "peagle"
+
+    def settled(self, config: TrainConfig) -> TrainConfig:
+        """The config with what was left open said: for `run.yaml`."""
+        decay = self.step.depth_weights[1] if self.num_depths > 1 else config.depth_loss_decay
+        return config.model_copy(update={"lr": self.lr, "depth_loss_decay": decay, "attention": self.step.attention})
+
+
+def resolve(config: FitConfig, drafter: DrafterConfig, world: World) -> TrainPlan:
+    """Settle what a config leaves open.
+
+    Args:
+        config: the run's settings; a `TrainConfig` went through `settle`.
+        drafter: the drafter's shape: widths decide rates and block sizes, its kind the weights of depths.
+        world: the ranks: their number, and what they run on.
+
+    Raises:
+        ConfigError: an attention that this machine or kind of drafter does not have, or a budget that is too small.
+    """
+    # 1. Rates: see the constants above.
+    is_muon = config.optimizer == "muon"
+    lr = config.lr or (_LR_BESIDE_MUON if is_muon else _ADAMW_LR_TIMES_WIDTH / drafter.hidden_size)
+    matrix_lr = (config.muon_lr or _MUON_LR_RATIO * lr) if is_muon else lr
+    # 2. Depths: the default decay is P-EAGLE's, the steps of an EAGLE-3 chain weigh alike unless a decay was given.
+    decay = config.depth_loss_decay
+    if drafter.speculators_model_type == "eagle3" and "depth_loss_decay" not in config.model_fields_set:
+        decay = 1.0
+    # 3. The machine: type, attention, and sizes that fit the budget.
+    dtype = _compute_dtype(config, world.device)
+    attention = _attention(config, drafter, dtype, world.device)
+    block_slots, chunk_rows = _sizes(config, drafter, world.device)
+    step = StepSettings(
+        loss=config.loss_fn,
+        depth_weights=tuple(decay**depth for depth in range(config.num_depths)),
+        attention=attention,
+        block_slots=block_slots,
+        chunk_rows=chunk_rows,
+        checkpoint_base=config.activation_checkpointing,
+    )
+    return TrainPlan(
+        drafter=drafter,
+        dtype=dtype,
+        step=step,
+        num_depths=config.num_depths,
+        down_sample_ratio=config.down_sample_ratio,
+        down_sample_ratio_min=config.down_sample_ratio_min,
+        seed=config.seed,
+        total_seq_len=config.total_seq_len,
+        packs_per_step=config.packs_per_step(world.size),
+        is_packs_per_step_given=config.batch_size is not None,
+        epochs=config.epochs,
+        max_steps=config.max_steps or sys.maxsize,
+        checkpoint_freq=config.checkpoint_freq,
+        train_embeddings=config.train_embeddings,
+        train_lm_head=config.train_lm_head,
+        fsdp_shard=config.fsdp_shard,
+        is_muon=is_muon,
+        lr=lr,
+        matrix_lr=matrix_lr,
+        embedding_lr=config.embedding_lr or lr,
+        matrix_decay=config.muon_weight_decay if is_muon else config.weight_decay,
+        muon_momentum=config.muon_momentum,
+        adam_beta2=config.adam_beta2,
+        max_grad_norm=config.max_grad_norm or math.inf,
+        scheduler_type=config.scheduler_type,
+        warmup_ratio=config.scheduler_warmup_ratio if config.scheduler_warmup_steps is None else 0.0,
+        warmup_steps=config.scheduler_warmup_steps or 0,
+        schedule_steps=config.scheduler_total_steps or 0,
+    )
+
+
+def _compute_dtype(config: FitConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[config.dtype]
+
+
+def _attention(config: FitConfig, drafter: DrafterConfig, dtype: torch.dtype, device: torch.device) -> AttentionName:
+    is_parallel = drafter.speculators_model_type == "peagle"
+    problem = kernels.native_attention_problem(device, dtype, drafter.head_dim)
+    if config.attention == "auto":
+        if device.type == "cuda":
+            return "flex" if is_parallel else "sdpa"
+        return "native" if problem is None else "sdpa"
+    if config.attention == "flex" and not is_parallel:
+        raise ConfigError("--attention flex: EAGLE-3 chains are trained with native, sdpa or reference")
+    if config.attention == "native" and problem is not None:
+        raise ConfigError(f"--attention native: {problem}")
+    return config.attention
+
+
+def _sizes(config: FitConfig, drafter: DrafterConfig, device: torch.device) -> tuple[int, int]:
+    shape = drafter.hidden_size, drafter.intermediate_size, drafter.draft_vocab_size, config.total_seq_len
+    if config.memory_budget is None:
+        return choose_sizes(default_budget(device), *shape)
+    budget = int(config.memory_budget * 1e9)
+    least = least_budget(*shape)
+    if budget < least:
+        raise ConfigError(
+            f"--memory-budget {config.memory_budget:g}: the smallest blocks of this drafter, with packs of "
+            f"{config.total_seq_len} tokens, need {math.ceil(least / 1e7) / 100:g} (GB); give that or more"
+        )
+    return choose_sizes(budget, *shape)
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes for a step's scratch memory where the user names none."""
+    if device.type != "cuda":
+        return CPU_BUDGET_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // GPU_BUDGET_SHARE
+
+
+def choose_sizes(
+    budget_bytes: int, hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int
+) -> tuple[int, int]:
+    """Block and chunk sizes that keep a step's scratch memory (beyond the base pass) within the budget.
+
+    A head chunk holds about 2 rows of the vocabulary per row (its logits, and the verifier's of its label), a block the
+    activations of its slots in every layer at once and its attention scores against up to `num_pairs` keys.
+
+    Args:
+        budget_bytes: too small for the smallest block or chunk, it gets these all the same.
+        hidden_size, intermediate_size, draft_vocab_size: of the drafter.
+        num_pairs: pair slots of the longest batch.
+
+    Returns:
+        (slots of a block, rows of a chunk).
+    """
+    chunk = budget_bytes // _CHUNK_PART // _row_bytes(draft_vocab_size)
+    block = budget_bytes // _BLOCK_PART // _slot_bytes(hidden_size, intermediate_size, num_pairs)
+    return max(MIN_BLOCK_SLOTS, min(MAX_BLOCK_SLOTS, block)), max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, chunk))
+
+
+def least_budget(hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int) -> int:
+    """The bytes that the smallest block and chunk take; arguments as of `choose_sizes`."""
+    block = MIN_BLOCK_SLOTS * _BLOCK_PART * _slot_bytes(hidden_size, intermediate_size, num_pairs)
+    return max(block, MIN_CHUNK_ROWS * _CHUNK_PART * _row_bytes(draft_vocab_size))
+
+
+def _row_bytes(draft_vocab_size: int) -> int:
+    return 4 * 2 * draft_vocab_size
+
+
+def _slot_bytes(hidden_size: int, intermediate_size: int, num_pairs: int) -> int:
+    return 4 * (24 * hidden_size + 6 * intermediate_size) * 4 + 5 * num_pairs
+
+
+def default_config(drafter: DrafterConfig, dtype: str) -> FitConfig:
+    """The defaults of `peagle train` for a drafter of this kind, with as many depths as it drafts."""
+    kind = _CHAIN_SETTINGS if drafter.speculators_model_type == "eagle3" else {}
+    return FitConfig.build({"num_depths": drafter.num_speculative_tokens, "dtype": dtype, **kind})
+
+
 def settle(config: TrainConfig) -> TrainConfig:
     """Settings with nothing left implied: what EAGLE-3 fixes, and what `--from-pretrained` brings along.
-
-    EAGLE-3 trains whole chains, without sampling, and keeps the verifier's embedding frozen unless asked.
 
     Raises:
         ConfigError: a flag that this kind of drafter does not have, or that differs from the checkpoint.
@@ -352,23 +275,12 @@ def settle(config: TrainConfig) -> TrainConfig:
     if config.speculator_type == "eagle3":
         changes |= _chain_settings(config)
     else:
-        for name in (*_CHAIN, "norm_output"):
+        for name in (*_CHAIN_FLAGS, "norm_output"):
             if name in given and getattr(config, name) != TrainConfig.model_fields[name].default:
                 raise ConfigError(f"{_flag(name)} is for --speculator-type eagle3; P-EAGLE has {_flag('num_depths')}")
     if config.from_pretrained is not None:
         changes |= _shape_of(config, pretrained_config(config.from_pretrained))
     return TrainConfig.build({**config.model_dump(), **changes})
-
-
-def for_drafter(config: Settings, shape: DrafterConfig) -> Settings:
-    """Settings with nothing left to the drafter's shape: the learning rate is a number.
-
-    The default decay over depths is P-EAGLE's; the steps of an EAGLE-3 chain weigh alike unless a decay was given.
-    """
-    changes: dict[str, Any] = {"lr": config.lr_at(shape.hidden_size)}
-    if shape.speculators_model_type == "eagle3" and "depth_loss_decay" not in config.model_fields_set:
-        changes["depth_loss_decay"] = 1.0
-    return config.model_copy(update=changes)
 
 
 def pretrained_config(checkpoint: str) -> DrafterConfig:
@@ -377,19 +289,10 @@ def pretrained_config(checkpoint: str) -> DrafterConfig:
     return DrafterConfig.from_json(read_config(folder), str(folder / CONFIG))
 
 
-def pretrained_draft_ids(checkpoint: str) -> Tensor:
-    """Verifier ids of a checkpoint's pruned vocabulary, ascending, int64, [draft_vocab_size]."""
-    folder = find(checkpoint)
-    d2t = read_weights(folder).get("d2t")
-    if d2t is None:
-        raise CheckpointError(f"{folder}: no tensor d2t; the checkpoint cannot be used")
-    return torch.arange(d2t.numel()) + d2t
-
-
 def _chain_settings(config: TrainConfig) -> dict[str, Any]:
     given = config.model_fields_set
-    changes: dict[str, Any] = {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0}
-    for own, general in _CHAIN.items():
+    changes = dict(_CHAIN_SETTINGS)
+    for own, general in _CHAIN_FLAGS.items():
         if general in given and getattr(config, general) != getattr(config, own):
             raise ConfigError(f"{_flag(general)} is for P-EAGLE; with --speculator-type eagle3 say {_flag(own)}")
         changes[general] = getattr(config, own)
@@ -400,8 +303,8 @@ def _chain_settings(config: TrainConfig) -> dict[str, Any]:
         raise ConfigError("--mask-token-id is for P-EAGLE; EAGLE-3 has no mask token")
     if config.train_embeddings == "mask-token":
         raise ConfigError("--train-embeddings mask-token: EAGLE-3 has no mask token; say all or none")
-    if "train_embeddings" not in given:
-        changes["train_embeddings"] = "none"
+    if "train_embeddings" in given:
+        del changes["train_embeddings"]
     return changes
 
 
@@ -409,25 +312,24 @@ def _shape_of(config: TrainConfig, source: DrafterConfig) -> dict[str, Any]:
     """Flags that the checkpoint decides, checked against those that were given."""
     changes: dict[str, Any] = {}
     for flag, field in _SHAPE.items():
-        value, asked = getattr(source, field), getattr(config, flag)
-        # More layers than the checkpoint has are new ones; fewer would throw trained ones away.
-        is_kept = flag == "num_layers" and asked > value
-        if flag not in config.model_fields_set or asked is None:
+        value, given = getattr(source, field), getattr(config, flag)
+        if flag not in config.model_fields_set or given is None:
             changes[flag] = value
-        elif asked != value and not is_kept:
-            raise ConfigError(f"{_flag(flag)} {asked}: {config.from_pretrained} has {value}; leave the flag away")
+        # More layers than the checkpoint has are new ones; fewer would throw trained ones away.
+        elif given != value and not (flag == "num_layers" and given > value):
+            raise ConfigError(f"{_flag(flag)} {given}: {config.from_pretrained} has {value}; omit the flag")
     size = source.draft_vocab_size if source.is_pruned else None
     if config.draft_vocab_size not in (None, source.draft_vocab_size):
         raise ConfigError(
             f"--draft-vocab-size {config.draft_vocab_size}: {config.from_pretrained} has {source.draft_vocab_size} "
-            "tokens, and its vocabulary is taken over; leave the flag away"
+            "tokens, and its vocabulary is taken over; omit the flag"
         )
     changes["draft_vocab_size"] = size
     if config.speculator_type == "peagle" and source.mask_token_id is not None:
         if config.mask_token_id not in (None, source.mask_token_id):
             raise ConfigError(
                 f"--mask-token-id {config.mask_token_id}: {config.from_pretrained} was trained with "
-                f"{source.mask_token_id}; leave the flag away"
+                f"{source.mask_token_id}; omit the flag"
             )
         changes["mask_token_id"] = source.mask_token_id
     if config.speculator_type == source.speculators_model_type == "eagle3":

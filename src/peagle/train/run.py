@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -18,21 +18,30 @@ from peagle.drafter.network import Drafter
 from peagle.drafter.warm_start import warm_start
 from peagle.errors import ConfigError, DiskError
 from peagle.files import free_bytes, lock_file, sweep
+from peagle.train.batches import Rows
 from peagle.train.checkpoints import LAST, Keeper, discover, remove_all
 from peagle.train.config import TrainConfig
+from peagle.train.decision import Decision, decide
 from peagle.train.loop import FitResult, fit
 from peagle.train.masters import HEAD, choose_trained
 from peagle.train.metrics import Trackers, open_trackers
-from peagle.train.parallel import COLLECTIVE_TIMEOUT_S, World, start, stop
-from peagle.train.plan import Decision, decide, for_drafter, need_save_path, settle
-from peagle.train.sources import OpenRows, Remembered, open_rows
-from peagle.train.start import fit_first_layer, initialise, start_from_verifier
-from peagle.verifier.model_config import load_verifier_config
+from peagle.train.parallel import COLLECTIVE_TIMEOUT_S, World, join_ranks, leave_ranks
+from peagle.train.plan import TrainPlan, resolve, settle
+from peagle.train.sources import OpenRows, open_rows
+from peagle.train.start import (
+    NUM_STATISTICS_POSITIONS,
+    first_rows,
+    fit_first_layer,
+    initialise,
+    positions_wanted,
+    start_from_verifier,
+)
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.weights import VerifierHead, load_embedding, load_head
 
 logger = logging.getLogger(__name__)
 
-_GB = 1 << 30
+_GB = 1e9
 
 
 def main(config: TrainConfig) -> int:
@@ -52,17 +61,19 @@ def train(config: TrainConfig) -> FitResult:
     """
     began_s = time.monotonic()
     config = settle(config)
-    need_save_path(config)
-    world = start(config.device, COLLECTIVE_TIMEOUT_S)
+    if config.save_path.exists() and not config.save_path.is_dir():
+        raise ConfigError(f"--save-path {config.save_path}: is a file, expected a folder")
+    world = join_ranks(config.device, COLLECTIVE_TIMEOUT_S)
     if config.fsdp_shard and world.size == 1:
         raise ConfigError(
             "--fsdp-shard: one process has no others to shard over; start several with `torchrun --standalone "
-            "--nproc_per_node N -m peagle train ...`, or leave it away"
+            "--nproc_per_node N -m peagle train ...`, or omit it"
         )
     locks: list[BinaryIO] = []
     try:
         decision = Decision(**world.from_main("decision", lambda: asdict(decide(config))))
-        config = for_drafter(config, decision.drafter_config())
+        plan = resolve(config, decision.drafter_config(), world)
+        config = plan.settled(config)
         for warning in decision.warnings if world.is_main else []:
             logger.warning("%s", warning)
         trackers = _trackers(config, world)
@@ -70,86 +81,112 @@ def train(config: TrainConfig) -> FitResult:
         drafter, head, rows = _load(config, decision, world)
         try:
             world.from_main("disk", lambda: _check_disk(config, decision, drafter))
-            verifier_config = {
+            counts = {
                 "num_rows": len(decision.train),
                 "num_supervised_tokens": sum(values[1] for values in decision.train.values()),
             }
             keeper = Keeper(
-                config.save_path,
-                decision.save_dtype,
-                config.keep_last,
-                decision.fingerprint(config),
-                verifier_config,
-                world,
+                save_path=config.save_path,
+                dtype=decision.save_dtype,
+                keep_last=config.keep_last,
+                fingerprint=decision.fingerprint(config),
+                counts=counts,
+                world=world,
             )
-            _greet(config, decision, drafter, world)
-            metrics_path = config.save_path / "metrics.jsonl"
-            result = fit(drafter, head, rows.train, rows.held_out, config, world, keeper, metrics_path, trackers)
+            _greet(config, plan, decision, drafter, world)
+            result = fit(
+                drafter=drafter,
+                head=head,
+                rows=rows.train,
+                validation_rows=rows.held_out,
+                settings=plan,
+                world=world,
+                keeper=keeper,
+                metrics_path=config.save_path / "metrics.jsonl",
+                trackers=trackers,
+            )
         finally:
             rows.close()
         if world.is_main:
-            _record(config, decision, world, result, rows.refused, verifier_config, time.monotonic() - began_s)
+            _record(
+                config=config,
+                decision=decision,
+                world=world,
+                result=result,
+                refused=rows.refused,
+                counts=counts,
+                seconds=time.monotonic() - began_s,
+            )
         if trackers is not None:
             trackers.close()
         return result
     finally:
         for lock in locks:
             lock.close()
-        stop()
+        leave_ranks()
 
 
 def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafter, VerifierHead, OpenRows]:
     """The drafter before its first step, the verifier's head, and the two sets of rows. Each rank reads its own."""
-    found: list[Any] = []
+    loaded: list[tuple[Drafter, VerifierHead, OpenRows]] = []
 
     def load() -> None:
-        extents = decision.extents(decision.train), decision.extents(decision.held_out)
-        rows = open_rows(config, decision.store_spec(), *extents, world)
+        train, held_out = decision.extents(decision.train), decision.extents(decision.held_out)
+        rows = open_rows(config, decision.store_spec(), train, held_out, world)
         try:
-            verifier_config = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
-            verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
-            head, embedding = load_head(verifier_config), load_embedding(verifier_config)
-            draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
-            first = Remembered(rows.train)
-            drafter = initialise(decision.drafter_config(), embedding, head, draft_ids, first, config.seed)
-            if config.init_layers == "verifier" and config.from_pretrained is None:
-                hindrance = start_from_verifier(drafter, verifier_config)
-                taken = f"random numbers: {hindrance}"
-                if hindrance is None:
-                    num_fitted = fit_first_layer(drafter, first, verifier_config.num_layers - config.num_layers)
-                    taken = f"the verifier's last layers, the first one fitted on {num_fitted} positions"
-                logger.info("layers start from %s", taken)
-            if config.from_pretrained is not None:
-                source = load_drafter(config.from_pretrained, torch.float32, torch.device("cpu"))
-                began = warm_start(drafter, source, config.from_pretrained)
-                logger.info(
-                    "started from %s: %d tensors taken; new: %s%s",
-                    config.from_pretrained,
-                    len(began.taken),
-                    "; ".join(began.new) or "nothing",
-                    f"; left behind: {', '.join(began.left)}" if began.left else "",
-                )
+            verifier = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
+            verifier = verifier.with_tensor_names(config.verifier_tensors)
+            head = load_head(verifier)
+            loaded.append((_first_drafter(config, decision, verifier, head, rows.train), head, rows))
         except BaseException:
             rows.close()
             raise
-        found.extend([drafter, head, rows])
 
     world.together("load", load)
-    drafter, head, rows = found
-    return drafter, head, rows
+    return loaded[0]
+
+
+def _first_drafter(
+    config: TrainConfig, decision: Decision, verifier: VerifierConfig, head: VerifierHead, rows: Rows
+) -> Drafter:
+    """Made new, from the verifier's last layers or random ones, or taken over from a checkpoint."""
+    shape = decision.drafter_config()
+    starts_from_verifier = config.init_layers == "verifier" and config.from_pretrained is None
+    num_positions = max(NUM_STATISTICS_POSITIONS, positions_wanted(shape) if starts_from_verifier else 0)
+    stored = first_rows(rows, num_positions)
+    draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
+    drafter = initialise(shape, load_embedding(verifier), head, draft_ids, stored, config.seed)
+    if starts_from_verifier:
+        hindrance = start_from_verifier(drafter, verifier)
+        origin = f"random numbers: {hindrance}"
+        if hindrance is None:
+            num_fitted = fit_first_layer(drafter, stored, verifier.num_layers - config.num_layers)
+            origin = f"the verifier's last layers, the first one fitted on {num_fitted} positions"
+        logger.info("layers start from %s", origin)
+    if config.from_pretrained is not None:
+        source = load_drafter(config.from_pretrained, torch.float32, torch.device("cpu"))
+        start = warm_start(drafter, source, config.from_pretrained)
+        logger.info(
+            "started from %s: %d tensors taken; new: %s%s",
+            config.from_pretrained,
+            len(start.taken),
+            "; ".join(start.new) or "nothing",
+            f"; left behind: {', '.join(start.left)}" if start.left else "",
+        )
+    return drafter
 
 
 def _trackers(config: TrainConfig, world: World) -> Trackers | None:
-    found: list[Trackers] = []
-
-    def begin() -> None:
-        settings = config.model_dump(mode="json")
-        found.append(open_trackers(config.log_to, config.save_path, config.save_path.name, settings))
-
-    if config.log_to:
-        config.save_path.mkdir(parents=True, exist_ok=True)
-        world.from_main("trackers", begin)
-    return found[0] if found else None
+    if not config.log_to:
+        return None
+    opened: list[Trackers] = []
+    config.save_path.mkdir(parents=True, exist_ok=True)
+    settings = config.model_dump(mode="json")
+    world.from_main(
+        "trackers",
+        lambda: opened.append(open_trackers(config.log_to, config.save_path, config.save_path.name, settings)),
+    )
+    return opened[0] if opened else None
 
 
 def _prepare_save_path(config: TrainConfig) -> BinaryIO:
@@ -209,7 +246,7 @@ def _check_disk(config: TrainConfig, decision: Decision, drafter: Drafter) -> No
         )
 
 
-def _greet(config: TrainConfig, decision: Decision, drafter: Drafter, world: World) -> None:
+def _greet(config: TrainConfig, plan: TrainPlan, decision: Decision, drafter: Drafter, world: World) -> None:
     shape = drafter.config
     millions = sum(p.numel() for p in drafter.parameters()) / 1e6
     is_chain = shape.speculators_model_type == "eagle3"
@@ -228,9 +265,16 @@ def _greet(config: TrainConfig, decision: Decision, drafter: Drafter, world: Wor
     logger.info(
         "optimizer: %s, learning rate %.3g%s, %s schedule",
         config.optimizer,
-        config.settled_lr,
-        f" and {config.matrix_lr:.3g} for matrices" if config.optimizer == "muon" else "",
-        config.scheduler_type,
+        plan.lr,
+        f" and {plan.matrix_lr:.3g} for matrices" if plan.is_muon else "",
+        plan.scheduler_type,
+    )
+    logger.info(
+        "step: %s attention in %s, blocks of %d slots, %d rows of the vocabulary at a time",
+        plan.step.attention,
+        str(plan.dtype).removeprefix("torch."),
+        plan.step.block_slots,
+        plan.step.chunk_rows,
     )
     logger.info(
         "rows: %d to train on, %d to validate, hidden states %s; %d rank%s on %s",
@@ -244,21 +288,22 @@ def _greet(config: TrainConfig, decision: Decision, drafter: Drafter, world: Wor
 
 
 def _record(
+    *,
     config: TrainConfig,
     decision: Decision,
     world: World,
     result: FitResult,
     refused: dict[str, str],
-    facts: dict[str, int],
+    counts: dict[str, int],
     seconds: float,
 ) -> None:
     """`run.yaml`, `manifest.json`, and the last line."""
     progress = result.progress
-    kept = [one.folder.name for one in discover(config.save_path)]
-    if not kept:
+    checkpoints = [one.folder.name for one in discover(config.save_path)]
+    if not checkpoints:
         raise DiskError(f"{config.save_path}: no checkpoint was written")
     used = len(decision.train) + len(decision.held_out)
-    dropped = {**decision.dropped}
+    dropped = dict(decision.dropped)
     if config.max_samples is not None:
         dropped["over --max-samples"] = decision.num_prepared - used - sum(decision.dropped.values())
     if refused:
@@ -275,7 +320,7 @@ def _record(
             "rows_validated": len(decision.held_out),
             "rows_dropped": dropped,
             "rows_refused": refused,
-            **facts,
+            **counts,
             "mask_token": {"id": decision.drafter["mask_token_id"], "how": decision.mask_token_how},
             "warnings": decision.warnings,
             "world_size": world.size,
@@ -283,17 +328,17 @@ def _record(
             "steps": progress.step,
             "steps_empty": progress.num_empty,
             "steps_not_finite": progress.num_not_finite,
-            "checkpoints": kept,
+            "checkpoints": checkpoints,
             "checkpoint_best": progress.best.name,
             "acceptance_length": progress.best.score,
             "seconds": round(seconds, 2),
         },
     )
-    for name in kept:
+    for name in checkpoints:
         refresh_card(config.save_path / name, decision.drafter_config(), None)
     why = "; ".join(f"{reason}: {count}" for reason, count in dropped.items() if count) or "none"
     logger.info("read %d rows, trained on %d and validated on %d, dropped %s; wrote checkpoints %s to %s in %s",
-                decision.num_prepared, len(decision.train), len(decision.held_out), why, ", ".join(kept),
+                decision.num_prepared, len(decision.train), len(decision.held_out), why, ", ".join(checkpoints),
                 config.save_path, log.duration(seconds))  # fmt: skip
     if result.signal_number is not None:
         logger.info("stopped by signal %d after step %d; the same command goes on", result.signal_number, progress.step)

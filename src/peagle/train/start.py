@@ -1,5 +1,6 @@
 """A drafter before its first step: the verifier's embedding, head and final norm, `mask_hidden` like a real state, and
-random layers."""
+layers that are random, or the verifier's own last ones, of which the first is fitted to what a drafter is given.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,36 @@ from torch.nn import functional
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter, rotate
 from peagle.errors import VerifierError
-from peagle.train.batches import generator
-from peagle.train.sources import Rows
+from peagle.hidden_states.batch import StoredRow
+from peagle.train.batches import Rows, generator
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.weights import TensorFiles, VerifierHead
 
 # Positions from which the mean and spread of verifier states are taken: their error is then below one percent.
-_NUM_POSITIONS = 16_384
+NUM_STATISTICS_POSITIONS = 16_384
 # An unused embedding row may be zeros, at which the norm behind it has no useful gradient.
 _TINY_ROW = 0.1
+# Families whose layers are of a drafter's own type: same tensors, same norms, no biases, one dense MLP.
+SAME_LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
+_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+# Shares of the last and the last but one auxiliary state in what `fc` passes on at first; the rest is small noise.
+_LAST, _BEFORE, _NOISE = 0.7, 0.3, 0.2
+# Positions to fit on for each input of the widest solve, and the most of them: they are held in memory, as stored.
+_POSITIONS_PER_INPUT, _MOST_POSITIONS = 24, 65_536
+# Share of an input's mean square that is added to each.
+_RIDGE = 1e-3
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def first_rows(rows: Rows, num_positions: int) -> list[StoredRow]:
+    """The first rows with their states, as many as have `num_positions` together (or all)."""
+    stored, count = [], 0
+    for row_id in rows.extents():
+        stored.append(rows.read(row_id))
+        count += stored[-1].aux_states.shape[0]
+        if count >= num_positions:
+            break
+    return stored
 
 
 def initialise(
@@ -28,7 +50,7 @@ def initialise(
     embedding: Tensor,
     head: VerifierHead,
     draft_ids: Tensor | None,
-    rows: Rows,
+    stored: list[StoredRow],
     seed: int,
 ) -> Drafter:
     """Make a new drafter in float32 on the CPU.
@@ -38,7 +60,7 @@ def initialise(
         embedding: the verifier's, its scale folded in, [vocab_size, hidden_size].
         head: the verifier's whole head. Its scale is folded into the drafter's.
         draft_ids: verifier ids of the draft vocabulary, ascending, int64, [draft_vocab_size]; None if not pruned.
-        rows: real states, for the scale of `mask_hidden`.
+        stored: real states, for the scale of `mask_hidden`; see `first_rows`.
         seed: of the random weights and of the noise.
     """
     with torch.random.fork_rng(devices=[]):
@@ -54,26 +76,26 @@ def initialise(
             drafter.t2d.zero_()
             drafter.t2d[draft_ids] = True
         if drafter.mask_hidden is not None:
-            drafter.mask_hidden.copy_(mask_hidden(rows, seed).view_as(drafter.mask_hidden))
+            drafter.mask_hidden.copy_(mask_hidden(stored, seed).view_as(drafter.mask_hidden))
             _wake_row(drafter.embed_tokens.weight, config.mask_token_id or 0, seed)
     return drafter
 
 
-def mask_hidden(rows: Rows, seed: int) -> Tensor:
+def mask_hidden(stored: list[StoredRow], seed: int) -> Tensor:
     """A start for `mask_hidden` that looks like a real state: their mean, and noise of their spread, by dimension.
 
     Args:
-        rows: where states are; those of the smallest ids' hash are read until there are enough positions.
+        stored: real states, of which the first `NUM_STATISTICS_POSITIONS` or a few more are taken.
         seed: of the noise.
 
     Returns:
         float32, [num_aux_layers * hidden_size].
     """
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
-    for row_id in rows.extents():
-        states = rows.read(row_id).aux_states.double()
+    for row in stored:
+        states = row.aux_states.double()
         count, total, squares = count + states.shape[0], total + states.sum(0), squares + states.square().sum(0)
-        if count >= _NUM_POSITIONS:
+        if count >= NUM_STATISTICS_POSITIONS:
             break
     mean = total / count
     spread = (squares / count - mean.square()).clamp(min=0).sqrt()
@@ -90,18 +112,7 @@ def _wake_row(embedding: Tensor, row: int, seed: int) -> None:
         embedding[row] = noise.to(embedding.dtype) * usual
 
 
-# ---- A head start: the drafter's layers begin as the verifier's last ones, and `fc` lets the verifier's own state
-# through.
-
-
-# Families whose layers are a drafter's own kind: same tensors, same norms, no biases, one dense MLP.
-SAME_LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
-_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
-# Shares of the last and the last but one auxiliary state in what `fc` passes on at first; the rest is small noise.
-_LAST, _BEFORE, _NOISE = 0.7, 0.3, 0.2
-
-
-def start_from_verifier(drafter: Drafter, verifier_config: VerifierConfig) -> str | None:
+def start_from_verifier(drafter: Drafter, verifier: VerifierConfig) -> str | None:
     """Copy the verifier's last layers into a new drafter, in place.
 
     Layer 0 reads [embedding, state]: the state's half takes the verifier's projections, the embedding's half stays
@@ -109,20 +120,20 @@ def start_from_verifier(drafter: Drafter, verifier_config: VerifierConfig) -> st
 
     Args:
         drafter: new, float32, on the CPU.
-        verifier_config: of its verifier.
+        verifier: the verifier that it is made for.
 
     Returns:
         None if done; else why not, in a few words, and nothing is changed.
     """
     config = drafter.config
-    if SAME_LAYERS.get(verifier_config.model_type) != config.layer_type or config.attention_bias:
-        return f"{verifier_config.model_type} layers are of another kind than the drafter's ({config.layer_type})"
-    if verifier_config.quantization is not None:
-        return f"the verifier is quantised ({verifier_config.quantization})"
-    if config.num_layers > verifier_config.num_layers:
-        return f"the verifier has {verifier_config.num_layers} layers only"
+    if SAME_LAYERS.get(verifier.model_type) != config.layer_type or config.attention_bias:
+        return f"{verifier.model_type} layers are of another type than the drafter's ({config.layer_type})"
+    if verifier.quantization is not None:
+        return f"the verifier is quantised ({verifier.quantization})"
+    if config.num_layers > verifier.num_layers:
+        return f"the verifier has {verifier.num_layers} layers only"
     try:
-        found = _layers(drafter, verifier_config)
+        found = _layers(drafter, verifier)
     except VerifierError as error:
         return str(error)
     if isinstance(found, str):
@@ -144,10 +155,10 @@ def start_from_verifier(drafter: Drafter, verifier_config: VerifierConfig) -> st
     return None
 
 
-def _layers(drafter: Drafter, verifier_config: VerifierConfig) -> dict[str, Tensor] | str:
+def _layers(drafter: Drafter, verifier: VerifierConfig) -> dict[str, Tensor] | str:
     """The verifier's tensors under the drafter's names, or what does not fit."""
-    files = TensorFiles.open(verifier_config.name_or_path)
-    first = verifier_config.num_layers - drafter.config.num_layers
+    files = TensorFiles.open(verifier.name_or_path)
+    first = verifier.num_layers - drafter.config.num_layers
     prefix = next((p for p in _PREFIXES if f"{p}layers.{first}.input_layernorm.weight" in files.names), None)
     if prefix is None:
         return "no tensors under the usual layer names"
@@ -171,17 +182,6 @@ def _layers(drafter: Drafter, verifier_config: VerifierConfig) -> dict[str, Tens
     return found
 
 
-# ---- A head start, continued: layer 0 and `fc` fitted so that the verifier's layers meet the states they were made
-# for.
-
-
-# Positions to fit on for each input of the widest solve, and the most of them: they are held in memory, as stored.
-_POSITIONS_PER_INPUT, _MOST_POSITIONS = 24, 65_536
-# Share of an input's mean square that is added to each.
-_RIDGE = 1e-3
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-
-
 @dataclass(frozen=True)
 class _Document:
     """A row's pair slots."""
@@ -192,12 +192,12 @@ class _Document:
     """g_i of one position more than there are pair slots, [num_pairs + 1, aux_size]."""
 
 
-def fit_first_layer(drafter: Drafter, rows: Rows, first_layer: int) -> int:
+def fit_first_layer(drafter: Drafter, stored: list[StoredRow], first_layer: int) -> int:
     """Fit `fc` and layer 0's projections, in place.
 
     Args:
         drafter: float32, on the CPU, its layers the verifier's from `first_layer` on.
-        rows: real states; those of the first rows are read until there are enough positions.
+        stored: real states, of which `positions_wanted` or a few more are taken.
         first_layer: the verifier's layer that layer 0 came from.
 
     Returns:
@@ -206,7 +206,7 @@ def fit_first_layer(drafter: Drafter, rows: Rows, first_layer: int) -> int:
     ids = drafter.config.aux_layer_ids
     # The stream that the first copied layer reads, or of the nearest layer whose stream is known.
     place = min(range(len(ids)), key=lambda k: abs(ids[k] - first_layer))
-    documents = _read(rows, positions_wanted(drafter.config))
+    documents = _documents(stored, positions_wanted(drafter.config))
     with torch.no_grad():
         _fit(drafter, documents, place)
     return sum(len(one.pair_ids) for one in documents)
@@ -217,12 +217,11 @@ def positions_wanted(config: DrafterConfig) -> int:
     return min(_POSITIONS_PER_INPUT * config.aux_size, _MOST_POSITIONS)
 
 
-def _read(rows: Rows, num_positions: int) -> list[_Document]:
+def _documents(stored: list[StoredRow], num_positions: int) -> list[_Document]:
     documents, count = [], 0
-    for row_id in rows.extents():
-        stored = rows.read(row_id)
-        states = stored.aux_states
-        pair_ids = torch.tensor(stored.row.input_ids[1 : len(states)], dtype=torch.int64)
+    for row in stored:
+        states = row.aux_states
+        pair_ids = torch.tensor(row.row.input_ids[1 : len(states)], dtype=torch.int64)
         documents.append(_Document(pair_ids, states[: len(pair_ids) + 1]))
         count += len(pair_ids)
         if count >= num_positions:

@@ -1,7 +1,7 @@
 """The two-pass step: exact gradients, one block's activations in memory at a time.
 
 1. Base pass: the pair slots as a causal language model; each layer's keys and values are kept.
-2. Blocks of neighbouring anchors: their mask slots (EAGLE-3: their chains, `chain.py`) run against detached keys and
+2. Blocks of neighbouring anchors: their mask slots (EAGLE-3: their chains, `eagle3.py`) run against detached keys and
    values, the loss of the block (its pair slots included) is formed and sent backward at once; gradients of keys,
    values and states add up.
 3. One backward through the base pass with what was collected.
@@ -12,37 +12,43 @@ partitioning), arXiv 2602.01469, without its recomputation of the context for ev
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from peagle import kernels
 from peagle.drafter.network import Drafter, Entered
 from peagle.hidden_states.batch import Batch
-from peagle.kernels import tiles
-from peagle.kernels.native import Tile
+from peagle.kernels import Tile
 from peagle.layout.cod import CodLayout
-from peagle.train.attention import HEADS, AttentionName, Seen, base_attention, rollout_attention
-from peagle.train.context import Base
+from peagle.train.attention import HEADS, AttentionName, BasePass, MaskSlots, base_attention, rollout_attention
 from peagle.train.eagle3 import chain_rollout
 from peagle.train.loss import LossName, Targets, head_loss
-from peagle.train.memory import give_back
 from peagle.verifier.weights import VerifierHead
 
 # Queries of one attention call: a call's slots see one another's keys only inside their chains, so fewer of them waste
 # less, and more of them make larger matrix products. Measured at 2,048 tokens; flat between 96 and 256.
 PART_SLOTS = 160
 FLEX_CHAIN_SLOTS = 1024
+# Pair slots from which pages go back to the system between the parts of a step.
+LONG_PACK = 6144
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSettings:
     """How a step is computed. Only `loss` and `depth_weights` change what is computed."""
 
     loss: LossName
     """The loss of one slot."""
-    depth_weights: tuple[float, ...] | None
-    """Weight of each depth's slots in the loss, depth 0 first; None weighs all alike."""
+    depth_weights: tuple[float, ...]
+    """Weight of each depth's slots in the loss, depth 0 first."""
     attention: AttentionName
     """Attention implementation."""
     block_slots: int
@@ -84,21 +90,19 @@ def train_step(
     layout: CodLayout,
     total_supervised: float,
     settings: StepSettings,
-    choices: Tensor | None,
 ) -> StepResult:
     """Add the gradient of sum(loss of supervised slots) / total_supervised to each parameter's `.grad`.
 
     Args:
         drafter: parameters with `requires_grad` are trained; `lm_head` is included only if it asks for gradients.
         head: the verifier's, restricted to the draft vocabulary.
-        batch: packed pair slots with at least one supervised slot or none (then nothing is added).
+        batch: packed pair slots; if none is supervised, nothing is added.
         layout: slots of depth >= 1 of this batch.
         total_supervised: the count of supervised slots of the WHOLE optimizer step, over batches and ranks.
         settings: see `StepSettings`.
-        choices: the verifier's choice per label (`Targets.choices`), or None.
     """
-    result = _step(drafter, head, batch, layout, total_supervised, settings, choices, with_grad=True)
-    give_back(batch.pair_ids.numel(), batch.pair_ids.device)
+    result = _step(drafter, head, batch, layout, settings, total_supervised=total_supervised, choices=None)
+    give_back_pages(batch.pair_ids.numel(), batch.pair_ids.device)
     return result
 
 
@@ -111,8 +115,8 @@ def validate_step(
     settings: StepSettings,
     choices: Tensor | None,
 ) -> StepResult:
-    """The same sums without gradients."""
-    return _step(drafter, head, batch, layout, 1.0, settings, choices, with_grad=False)
+    """The same sums without gradients; `choices` is the verifier's choice per label (`Targets.choices`), or None."""
+    return _step(drafter, head, batch, layout, settings, total_supervised=None, choices=choices)
 
 
 def num_supervised(batch: Batch, layout: CodLayout) -> int:
@@ -125,39 +129,52 @@ def _step(
     head: VerifierHead,
     batch: Batch,
     layout: CodLayout,
-    total_supervised: float,
     settings: StepSettings,
+    *,
+    total_supervised: float | None,
     choices: Tensor | None,
-    with_grad: bool,
 ) -> StepResult:
+    """One batch; `total_supervised` None computes no gradients."""
     sums = _Sums(layout.num_depths, batch.pair_ids.device)
-    num_pairs = int((batch.document_ids >= 0).sum())
-    if num_supervised(batch, layout) == 0:
+    num_rows = num_supervised(batch, layout)
+    if num_rows == 0:
         return sums.result()
+    with_grad = total_supervised is not None
+
+    # 1. What the loss compares with: one row per label.
     with torch.no_grad():
-        targets = Targets(head.normed(batch.last_states), head, choices)
+        targets = Targets(head.normed(batch.last_states), head, choices)  # [num_labels, hidden_size]
+
+    # 2. Base pass over the pair slots, padding left out.
+    num_pairs = int((batch.document_ids >= 0).sum())
     bounds = _document_bounds(batch.document_ids[:num_pairs])
     embeds, hidden = drafter.embed_pairs(batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs])
-    checkpoint = settings.checkpoint_base and with_grad
-    cos, sin = drafter.rotary(batch.rope_pos[:num_pairs], hidden.dtype)
+    cos, sin = drafter.rotary(batch.rope_pos[:num_pairs], hidden.dtype)  # [num_pairs, 1, head_dim]
     attend = base_attention(settings.attention, bounds)
-    carried, keys, values = drafter.base_pass(embeds, hidden, cos, sin, attend, checkpoint)
-    give_back(num_pairs, carried.device)
-    states = drafter.norm(carried)
-    state_grad = torch.zeros_like(states) if with_grad else None
-    states_read = states.detach()
-    base = Base(embeds, drafter.fed_back(carried, states), keys, values, bounds, with_grad and layout.num_slots > 0)
-    masks = _Masks(drafter, with_grad) if layout.num_slots and drafter.mask_hidden is not None else None
+    carried, keys, values = drafter.base_pass(embeds, hidden, cos, sin, attend, settings.checkpoint_base and with_grad)
+    give_back_pages(num_pairs, carried.device)
+    states = drafter.norm(carried)  # [num_pairs, hidden_size]
+    states_read, state_grad = states.detach(), torch.zeros_like(states) if with_grad else None
+    base = BasePass(
+        embeds=embeds,
+        carried=drafter.fed_back(carried, states),
+        keys=keys,
+        values=values,
+        bounds=bounds,
+        with_grad=with_grad and layout.num_slots > 0,
+    )
+    masks = _MaskLayer0(drafter, with_grad) if layout.num_slots and drafter.mask_hidden is not None else None
     weight = drafter.lm_head.weight
     weight_grad = torch.zeros_like(weight) if with_grad and weight.requires_grad else None
-    space = weight.new_empty(min(settings.chunk_rows, num_supervised(batch, layout)), weight.shape[0])
+    logits_buffer = weight.new_empty(min(settings.chunk_rows, num_rows), weight.shape[0])
 
     for block in _blocks(batch.is_supervised[:num_pairs], layout, settings.block_slots):
+        # 3. States of the block's mask slots, or of its chains' steps.
         slots = slice(block.first_slot, block.last_slot)
-        anchor, depth, counts = layout.anchor_pos[slots], layout.depth[slots], layout.is_supervised[slots]
+        anchor, depth = layout.anchor_pos[slots], layout.depth[slots]
         rolled = None
         if anchor.numel():
-            with torch.set_grad_enabled(with_grad):
+            with torch.set_grad_enabled(with_grad):  # -> [num_slots, hidden_size]
                 if masks is not None:
                     rolled = _rollout(drafter, masks, batch, base, anchor, depth, settings.attention)
                 else:
@@ -166,37 +183,39 @@ def _step(
                     heads = HEADS["sdpa" if is_flex else settings.attention]
                     part_slots = FLEX_CHAIN_SLOTS if is_flex else PART_SLOTS
                     rolled = chain_rollout(drafter, batch, base, anchor, depth, heads, part_slots)
-        # Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
+
+        # 4. Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
         pairs = torch.arange(block.first_anchor, block.last_anchor, device=anchor.device)
         pairs = pairs[batch.is_supervised[pairs]]
-        chosen = counts.nonzero()[:, 0]
-        row_depth = torch.cat([torch.zeros_like(pairs), depth[chosen]])
+        chosen = layout.is_supervised[slots].nonzero()[:, 0]
+        row_depth = torch.cat([torch.zeros_like(pairs), depth[chosen]])  # [num_rows]
         row_anchor = torch.cat([pairs, anchor[chosen]])
         label_rows = batch.label_of_pair[row_anchor + row_depth]
         order = torch.argsort(label_rows, stable=True)
         read = states_read[pairs]
         if rolled is not None:
-            read = torch.cat([read, rolled.detach()[chosen]])
-        row_weight = torch.full_like(label_rows, 1.0, dtype=read.dtype) / total_supervised
-        if settings.depth_weights is not None:
-            row_weight = row_weight * row_weight.new_tensor(settings.depth_weights)[row_depth]
+            read = torch.cat([read, rolled.detach()[chosen]])  # [num_rows, hidden_size]
+        row_weight = torch.full_like(label_rows, 1.0, dtype=read.dtype) / (total_supervised or 1.0)
+        row_weight = row_weight * row_weight.new_tensor(settings.depth_weights)[row_depth]
+
+        # 5. Loss, and its gradient by the states that the head reads.
         with torch.no_grad():
             rows = head_loss(
-                read[order],
-                weight,
-                label_rows[order],
-                row_weight[order],
-                targets,
-                settings.loss,
-                space,
-                with_grad,
-                weight_grad,
+                states=read[order],
+                weight=weight,
+                label_rows=label_rows[order],
+                row_weight=row_weight[order],
+                targets=targets,
+                loss=settings.loss,
+                logits_buffer=logits_buffer,
+                with_grad=with_grad,
+                weight_grad=weight_grad,
             )
         sums.add(rows.loss, rows.is_correct, row_anchor[order], row_depth[order])
-        if not with_grad:
+        if rows.grad is None or state_grad is None:
             continue
-        assert rows.grad is not None
-        assert state_grad is not None
+
+        # 6. Backward through the block; what it asks of the base pass is collected.
         read_grad = torch.empty_like(read)
         read_grad[order] = rows.grad
         state_grad[pairs] += read_grad[: pairs.numel()]
@@ -206,9 +225,9 @@ def _step(
             torch.autograd.backward([rolled], [rolled_grad])
             base.collect()
 
-    if with_grad:
-        assert state_grad is not None
-        give_back(num_pairs, carried.device)
+    # 7. One backward through the base pass, and through layer 0 of the mask slots.
+    if state_grad is not None:
+        give_back_pages(num_pairs, carried.device)
         needed = [(root, grad) for root, grad in [(states, state_grad), *base.gradients()] if root.requires_grad]
         torch.autograd.backward([root for root, _ in needed], [grad for _, grad in needed])
         if masks is not None:
@@ -227,48 +246,47 @@ def _document_bounds(document_ids: Tensor) -> list[tuple[int, int]]:
 
 def _rollout(
     drafter: Drafter,
-    masks: _Masks,
+    masks: _MaskLayer0,
     batch: Batch,
-    base: Base,
+    base: BasePass,
     anchor: Tensor,
     depth: Tensor,
     attention: AttentionName,
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
-    part_slots = None if attention == "flex" else tiles.rows_of_tile(masks.entered.q)
-    parts = _attention_parts(anchor, depth, base, batch.document_ids, part_slots)
-    block = slice(parts[0][1].first, parts[-1][1].last)
+    is_native = attention == "native"
+    part_slots = None if attention == "flex" else kernels.TILE_ROWS if is_native else PART_SLOTS
+    parts = _attention_parts(anchor, depth, base.bounds, batch.document_ids, part_slots)
+    context = slice(parts[0][1].first, parts[-1][1].last)
     rope_pos = batch.rope_pos[anchor] + depth
-    is_tiled = attention == "sdpa" and tiles.fits(masks.entered.q)
-    cut = _tiles(parts, block.start, masks.entered.q) if is_tiled else []
-    # In layer 0 mask slots are one vector turned by position: those at one position ask the same.
-    first_cut = [replace(tile, place=rope_pos[tile.own].unique(return_inverse=True)[1].int()) for tile in cut]
+    tiles = _tiles(parts, context.start) if is_native else []
+    # In layer 0 mask slots are one vector turned by position: those at one position are equal queries.
+    first_tiles = [replace(tile, distinct_id=rope_pos[tile.own].unique(return_inverse=True)[1].int()) for tile in tiles]
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if is_tiled:
-            (base_k, k_sink), (base_v, v_sink) = base.keys[index].tap(block), base.values[index].tap(block)
-            sinks = None if k_sink is None or v_sink is None else (k_sink, v_sink)
-            return tiles.attend(q, (base_k, base_v), (k, v), cut if index else first_cut, sinks)
+        keys, values = base.keys[index], base.values[index]
+        if is_native:
+            (base_k, k_grad), (base_v, v_grad) = keys.rows_and_grad(context), values.rows_and_grad(context)
+            grads = None if k_grad is None or v_grad is None else (k_grad, v_grad)
+            return kernels.attend(q, (base_k, base_v), (k, v), tiles if index else first_tiles, grads)
         out = []
-        for own, seen in parts:
-            context = slice(seen.first, seen.last)
-            base_k, base_v = base.keys[index].read(context), base.values[index].read(context)
-            out.append(rollout_attention(attention, q[own], base_k, base_v, k[own], v[own], seen))
+        for own, slots in parts:
+            seen = slice(slots.first, slots.last)
+            pairs = keys.read(seen), values.read(seen)
+            out.append(rollout_attention(attention, q[own], pairs, (k[own], v[own]), slots))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
 
 
-def _tiles(parts: list[tuple[slice, Seen]], begin: int, like: Tensor) -> list[Tile]:
-    """The parts as tiles, whose context counts from `begin`; masks are made in the dtype of `like`."""
-    return [
-        Tile(own, slice(seen.first - begin, seen.last - begin), seen.tile_mask.to(like.dtype)) for own, seen in parts
-    ]
+def _tiles(parts: list[tuple[slice, MaskSlots]], begin: int) -> list[Tile]:
+    """The parts as tiles, whose context counts from `begin`."""
+    return [Tile(own, slice(slots.first - begin, slots.last - begin), slots.tile_mask) for own, slots in parts]
 
 
 def _attention_parts(
-    anchor: Tensor, depth: Tensor, base: Base, document_ids: Tensor, part_slots: int | None
-) -> list[tuple[slice, Seen]]:
+    anchor: Tensor, depth: Tensor, bounds: list[tuple[int, int]], document_ids: Tensor, part_slots: int | None
+) -> list[tuple[slice, MaskSlots]]:
     """Cut a block's slots into parts of one document and about `part_slots`, never inside a chain.
 
     Smaller parts mask away less. None: one part, of however many documents.
@@ -283,16 +301,18 @@ def _attention_parts(
             begin = here
         document = own_document
     cuts.append((begin, anchor.numel()))
-    doc_start = torch.tensor([a for a, _ in base.bounds], device=anchor.device)[document_ids[anchor]]
+    doc_start = torch.tensor([first for first, _ in bounds], device=anchor.device)[document_ids[anchor]]
     parts = []
     for begin, end in cuts:
-        first, last = int(doc_start[begin]), int(anchor[end - 1]) + 1
-        own = slice(begin, end)
-        parts.append((own, Seen(anchor[own], depth[own], first, last, document_ids, doc_start[own])))
+        own, last = slice(begin, end), int(anchor[end - 1]) + 1
+        slots = MaskSlots(
+            anchor=anchor[own], depth=depth[own], doc_start=doc_start[own], first=int(doc_start[begin]), last=last
+        )
+        parts.append((own, slots))
     return parts
 
 
-class _Masks:
+class _MaskLayer0:
     """Layer 0 of the mask slots, computed once; blocks add their gradients to detached copies."""
 
     def __init__(self, drafter: Drafter, with_grad: bool) -> None:
@@ -347,3 +367,36 @@ class _Sums:
 
     def result(self) -> StepResult:
         return StepResult(self.loss, self.correct, self.total, self.prefix)
+
+
+@functools.cache
+def keep_pages() -> bool:
+    """Have this process keep the memory that it frees, rather than give it back and ask for it again.
+
+    By itself glibc's allocator maps each tensor of 32 MB or less anew once it was given back, and the system clears its
+    pages: 3 to 6 % of a step on a CPU. The peak stays the same. Returns whether the allocator agreed (glibc only).
+    """
+    mallopt = _of_glibc("mallopt")
+    if mallopt is None:
+        return False
+    most = (1 << 31) - 1
+    # Older releases take no threshold above 32 MB.
+    mapped = mallopt(_M_MMAP_THRESHOLD, 1 << 30) or mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+    return bool(mallopt(_M_TRIM_THRESHOLD, most) and mapped)
+
+
+def give_back_pages(num_pairs: int, device: torch.device) -> None:
+    """Between the parts of a step on a long pack: give the system the pages that no tensor lies in.
+
+    One part's tensors leave holes that the next one's do not fit into, 0.36 of 2.1 GB at 8,192 tokens. It costs some
+    tenths of a second: nothing beside a long pack, too much beside a short one.
+    """
+    if num_pairs >= LONG_PACK and device.type == "cpu":
+        trim = _of_glibc("malloc_trim")
+        if trim is not None:
+            trim(0)
+
+
+def _of_glibc(name: str) -> Any:
+    """A function of the C library's allocator; None on other systems and with other libraries."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

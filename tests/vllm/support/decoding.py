@@ -168,7 +168,8 @@ def draft_logits(verifier: Path, checkpoint: Path, known: list[int], depth: int)
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out[0].transpose(0, 1).flatten(1)
 
-        states = drafter.layers_pass(embeds, hidden, torch.arange(count + depth - 1), attend)
+        entered = drafter.enter(embeds, hidden)
+        states = drafter.norm(drafter.carried_pass(entered, torch.arange(count + depth - 1), attend))
         logits = drafter.logits(states[count - 1 :])
     full = torch.full((depth, drafter.config.vocab_size), float("-inf"))
     full[:, drafter.to_verifier_ids(torch.arange(logits.shape[1]))] = logits
