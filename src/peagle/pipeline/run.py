@@ -82,7 +82,7 @@ def run_recipe(recipe: Recipe, until: str | None, num_threads: Mapping[str, int]
             if step.action == "skip":
                 logger.info("%s: nothing to do (%s)", about, step.why)
                 continue
-            logger.info("%s: %s. %s", about, step.why, Recipe.model_fields[stage.name].description)
+            logger.info("%s: %s (%s)", about, Recipe.model_fields[stage.name].description, step.why)
             if step.action == "run":
                 _move_aside(stage, state.get(stage.name, {}).get("key"))
             # 2. The server, while a stage needs it.
