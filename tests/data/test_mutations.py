@@ -183,7 +183,14 @@ ROW = st.dictionaries(
                      "input_ids", "loss_mask", "tail_length", "source", "category"]), JSON, max_size=3,
 ) | st.fixed_dictionaries({"messages": st.lists(TURN | JSON, max_size=6) | JSON}, optional={"tools": JSON})  # fmt: skip
 CONVERT = {
-    name: RowTokenizer(ChatTemplate(tokenizer, {}), None, "", len(tokenizer), 64, 1)
+    name: RowTokenizer(
+        template=ChatTemplate(tokenizer, {}),
+        marks=None,
+        no_template="",
+        vocab_size=len(tokenizer),
+        seq_length=64,
+        minimum_valid_tokens=1,
+    )
     for name, tokenizer in ((name, make()) for name, make in MODELS.items())
 }
 

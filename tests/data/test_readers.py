@@ -104,7 +104,7 @@ def test_what_a_folder_holds_besides_data_is_named(tmp_path, caplog):
     (tmp_path / "more").mkdir()
     with caplog.at_level(logging.INFO, logger="peagle"):
         assert len(read(tmp_path)) == 1
-    assert "read 1 files, passed over 2 others: more, notes.txt" in caplog.text
+    assert "read 1 files, skipped 2 others: more, notes.txt" in caplog.text
 
 
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):

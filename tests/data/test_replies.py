@@ -60,7 +60,14 @@ def rows_of(template, record, **options):
         next_turns=(),
         repairs=(),
     )
-    convert = RowTokenizer(ChatTemplate(tokenizer, options), None, "", len(tokenizer), 4096, 1)
+    convert = RowTokenizer(
+        template=ChatTemplate(tokenizer, options),
+        marks=None,
+        no_template="",
+        vocab_size=len(tokenizer),
+        seq_length=4096,
+        minimum_valid_tokens=1,
+    )
     outcome = convert(conversation)
     assert outcome.rejected is None, outcome.rejected
     found = []
@@ -162,7 +169,14 @@ def test_a_call_whose_name_is_not_printed_rejects_the_row():
         next_turns=(),
         repairs=(),
     )
-    outcome = RowTokenizer(ChatTemplate(tokenizer, {}), None, "", len(tokenizer), 4096, 1)(conversation)
+    outcome = RowTokenizer(
+        template=ChatTemplate(tokenizer, {}),
+        marks=None,
+        no_template="",
+        vocab_size=len(tokenizer),
+        seq_length=4096,
+        minimum_valid_tokens=1,
+    )(conversation)
     assert outcome.rejected.reason == "template drops tool turns"
     assert "'look'" in outcome.rejected.detail
 

@@ -69,7 +69,14 @@ def rows_of(tokenizer, record):
         next_turns=(),
         repairs=(),
     )
-    outcome = RowTokenizer(ChatTemplate(tokenizer, {}), None, "", len(tokenizer), 4096, 1)(conversation)
+    outcome = RowTokenizer(
+        template=ChatTemplate(tokenizer, {}),
+        marks=None,
+        no_template="",
+        vocab_size=len(tokenizer),
+        seq_length=4096,
+        minimum_valid_tokens=1,
+    )(conversation)
     assert outcome.rejected is None, outcome.rejected
     return outcome.rows
 

@@ -52,7 +52,14 @@ def test_full_layout_is_every_eligible_slot_in_order(pack, num_depths):
 @settings(max_examples=300, deadline=None)
 def test_sampled_layout_is_nested_inside_documents_and_keeps_the_stated_counts(pack, num_depths, ratio, floor, seed):
     supervised, ids = pack
-    layout = sample(supervised, ids, num_depths, ratio, floor, generators(ids, seed))
+    layout = sample(
+        is_supervised=supervised,
+        document_ids=ids,
+        num_depths=num_depths,
+        down_sample_ratio=ratio,
+        down_sample_ratio_min=floor,
+        generators=generators(ids, seed),
+    )
     slots = list(zip(layout.anchor_pos.tolist(), layout.depth.tolist()))
     assert slots == sorted(slots)
     assert len(set(slots)) == len(slots)
@@ -77,21 +84,35 @@ def test_worked_example_of_the_module_docstring():
     supervised = torch.tensor([0, 0, 1, 1, 1, 1, 0], dtype=torch.bool)
     ids = torch.zeros(7, dtype=torch.int64)
     assert supervised_run(supervised, ids).tolist() == [0, 0, 4, 3, 2, 1, 0]
-    layout = sample(supervised, ids, 4, 0.7, 0.0, [torch.Generator().manual_seed(0)])
+    layout = sample(
+        is_supervised=supervised,
+        document_ids=ids,
+        num_depths=4,
+        down_sample_ratio=0.7,
+        down_sample_ratio_min=0.0,
+        generators=[torch.Generator().manual_seed(0)],
+    )
     assert [(layout.depth == d).sum().item() for d in (1, 2, 3)] == [2, 1, 1]
 
 
 def test_a_rows_layout_does_not_depend_on_its_neighbours():
     supervised = torch.ones(20, dtype=torch.bool)
-    alone = sample(supervised, torch.zeros(20, dtype=torch.int64), 4, 0.7, 0.2, [torch.Generator().manual_seed(5)])
+    alone = sample(
+        is_supervised=supervised,
+        document_ids=torch.zeros(20, dtype=torch.int64),
+        num_depths=4,
+        down_sample_ratio=0.7,
+        down_sample_ratio_min=0.2,
+        generators=[torch.Generator().manual_seed(5)],
+    )
     ids = torch.tensor([0] * 15 + [1] * 20)
     both = sample(
-        torch.ones(35, dtype=torch.bool),
-        ids,
-        4,
-        0.7,
-        0.2,
-        [torch.Generator().manual_seed(9), torch.Generator().manual_seed(5)],
+        is_supervised=torch.ones(35, dtype=torch.bool),
+        document_ids=ids,
+        num_depths=4,
+        down_sample_ratio=0.7,
+        down_sample_ratio_min=0.2,
+        generators=[torch.Generator().manual_seed(9), torch.Generator().manual_seed(5)],
     )
     second = both.anchor_pos >= 15
     assert torch.equal(both.anchor_pos[second] - 15, alone.anchor_pos)
@@ -100,4 +121,11 @@ def test_a_rows_layout_does_not_depend_on_its_neighbours():
 
 def test_wrong_number_of_generators_is_refused():
     with pytest.raises(LayoutError, match="2 documents need as many generators"):
-        sample(torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1]), 4, 0.7, 0.2, [torch.Generator()])
+        sample(
+            is_supervised=torch.ones(4, dtype=torch.bool),
+            document_ids=torch.tensor([0, 0, 1, 1]),
+            num_depths=4,
+            down_sample_ratio=0.7,
+            down_sample_ratio_min=0.2,
+            generators=[torch.Generator()],
+        )

@@ -1,9 +1,13 @@
-"""One normaliser for the turns of every conversation layout: role and key aliases, content parts, tool calls."""
+"""One normaliser for every conversation layout: which one a record has, its turns, tool calls, repairs and token rows.
+
+A new layout is a few keys in the tables here, or a branch in `_turns`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +43,8 @@ def turn(raw: Any) -> tuple[Message, set[str]]:
     role = ROLES.get(role_name)
     if role is None:
         raise UnusableRow("unknown role", f"{role_name!r}; known are {', '.join(sorted(ROLES))}")
-    found = next((raw[key] for key in CONTENT_KEYS if raw.get(key) is not None), None)
-    reasoning = next((raw[key] for key in REASONING_KEYS if raw.get(key) not in (None, "")), None)
+    found = first_of(raw, CONTENT_KEYS)
+    reasoning = first_of(raw, REASONING_KEYS, "")
     calls = _raw_calls(raw)
     if role_name in CALL_ROLES and not calls:
         calls, found = _calls_in_text(found), None
@@ -66,8 +70,13 @@ def turn(raw: Any) -> tuple[Message, set[str]]:
     return message, repairs
 
 
+def first_of(record: dict[str, Any], keys: Iterable[str], *empty: Any) -> Any:
+    """The value under the first of `keys` that is there and neither null nor one of `empty`; else None."""
+    return next((record[key] for key in keys if record.get(key) is not None and record[key] not in empty), None)
+
+
 def _role_name(raw: dict[str, Any]) -> str:
-    role = next((raw[key] for key in ROLE_KEYS if raw.get(key) is not None), None)
+    role = first_of(raw, ROLE_KEYS)
     if role is None:
         raise UnusableRow("unknown role", f"a turn has none of {', '.join(ROLE_KEYS)}")
     if not isinstance(role, str):
@@ -240,7 +249,7 @@ class Draft:
 
 
 def conversation_of(record: dict[str, Any]) -> Draft:
-    """Read the conversation of a record, whatever its layout, and mend it.
+    """Read the conversation of a record, whatever its layout, and repair it.
 
     Layouts, the first that fits: a list of turns under one of `TURN_LISTS`; UltraChat's `data` and Spec-Bench's `turns`
     (lists of text); `prompt` (text, turns, or MT-Bench's list of text), `instruction`/`input` or `question`, each with
@@ -255,10 +264,10 @@ def conversation_of(record: dict[str, Any]) -> Draft:
         message, repairs = turn(item)
         draft.messages.append(message)
         draft.repairs |= repairs
-    system = next((record[key] for key in SYSTEM_KEYS if record.get(key) not in (None, "")), None)
+    system = first_of(record, SYSTEM_KEYS, "")
     if isinstance(system, str) and not (draft.messages and draft.messages[0]["role"] == "system"):
         draft.messages.insert(0, {"role": "system", "content": clean(system, draft.repairs)})
-    declared = next((record[key] for key in ("tools", "functions") if record.get(key) not in (None, "")), None)
+    declared = first_of(record, ("tools", "functions"), "")
     draft.tools = tool_declarations(declared, draft.repairs)
     options = record.get("chat_template_kwargs")
     if options is not None:
@@ -268,7 +277,7 @@ def conversation_of(record: dict[str, Any]) -> Draft:
         if taken:
             raise UnusableRow("bad template options", f"chat_template_kwargs cannot set {', '.join(taken)}")
         draft.template_options = deep_clean({k: v for k, v in options.items() if v is not None}, draft.repairs)
-    draft.messages = mend(draft.messages, draft.repairs)
+    draft.messages = repair(draft.messages, draft.repairs)
     return draft
 
 
@@ -332,7 +341,7 @@ def _exchange(prompt: Any, record: dict[str, Any]) -> list[Any]:
     return turns
 
 
-def mend(messages: list[Message], repairs: set[str]) -> list[Message]:
+def repair(messages: list[Message], repairs: set[str]) -> list[Message]:
     """Put turns into an order that chat templates take, noting each repair.
 
     - Replies and tool results before the first user turn are dropped (ShareGPT's splits begin in mid-conversation).

@@ -52,7 +52,7 @@ def _header(prepared: Prepared) -> str:
         f"dropped {sum(summary['dropped'].values())}, cut {summary['rows_cut']} at {summary['seq_length']}",
     ]
     lines += [f"  dropped {number}: {reason}" for reason, number in summary["dropped"].items()]
-    lines += [f"  mended {number}: {repair}" for repair, number in summary["repaired"].items()]
+    lines += [f"  repaired {number}: {repair}" for repair, number in summary["repaired"].items()]
     lines += [f"  noted {number}: {note}" for note, number in summary["notes"].items()]
     lines += [f"  {number} rows of {source}" for source, number in summary["sources"].items()]
     return "\n".join(lines)
@@ -75,7 +75,7 @@ def _chosen(prepared: Prepared, config: InspectConfig) -> list[int]:
 
 
 def describe(row: TokenRow) -> str:
-    """One line of facts about a row."""
+    """One line about a row: its id, source and counts."""
     parts = [row.row_id, f"source {row.source}", f"{len(row.input_ids)} tokens", f"{sum(row.loss_mask)} supervised"]
     if row.tail_length:
         parts.append(f"tail {row.tail_length}")
@@ -87,23 +87,23 @@ def describe(row: TokenRow) -> str:
 def runs(row: TokenRow) -> list[tuple[str, list[int]]]:
     """The row as maximal runs of prompt, supervised and tail tokens."""
     ends = len(row.input_ids) - row.tail_length
-    kinds = [
+    parts = [
         TAIL if place >= ends else SUPERVISED if supervised else PROMPT
         for place, supervised in enumerate(row.loss_mask)
     ]
-    grouped = itertools.groupby(zip(kinds, row.input_ids), key=lambda pair: pair[0])
-    return [(kind, [token for _, token in pairs]) for kind, pairs in grouped]
+    grouped = itertools.groupby(zip(parts, row.input_ids), key=lambda pair: pair[0])
+    return [(part, [token for _, token in pairs]) for part, pairs in grouped]
 
 
 def highlighted(tokenizer: Any, row: TokenRow, is_terminal: bool) -> Text:
     """The row's text, each run in its colour or between its marks; control characters are shown as escapes."""
     out = Text()
-    for kind, ids in runs(row):
+    for part, ids in runs(row):
         text = visible(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         if is_terminal:
-            out.append(text, style=_STYLES[kind])
+            out.append(text, style=_STYLES[part])
         else:
-            before, behind = _MARKS[kind]
+            before, behind = _MARKS[part]
             out.append(before + text + behind)
     return out
 

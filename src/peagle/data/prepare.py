@@ -41,6 +41,13 @@ from peagle.files import sha256_file
 
 logger = logging.getLogger(__name__)
 _TINY_SHARE = 0.01
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_CHUNK = 32
+_SMALL = 256
+"""Fewer rows than this are not worth starting processes for."""
+_LOOK_EVERY_S = 0.5
+_function: Callable[[Any], Any] | None = None
 _SHOWN = 3
 
 
@@ -98,7 +105,14 @@ def prepare(config: PrepareConfig) -> int:
     made_from = _made_from(config, tokenizer, vocab_size, parts)
     if _is_done(config, made_from):
         return 0
-    convert = RowTokenizer(template, marks, no_template, vocab_size, config.seq_length, config.minimum_valid_tokens)
+    convert = RowTokenizer(
+        template=template,
+        marks=marks,
+        no_template=no_template,
+        vocab_size=vocab_size,
+        seq_length=config.seq_length,
+        minimum_valid_tokens=config.minimum_valid_tokens,
+    )
     counts = Counts()
     with RowsWriter(config.output, vocab_size) as writer:
         rows = read_parts(parts, config.max_samples, config.mode)
@@ -106,7 +120,12 @@ def prepare(config: PrepareConfig) -> int:
         with log.progress("prepare", total, "conversations") as meter:
             for outcome in ordered_map(convert, rows, config.num_preprocessing_workers):
                 counts.add(outcome)
-                _write(writer, outcome)
+                for row in outcome.rows:
+                    writer.add(row)
+                if outcome.rejected is not None:
+                    writer.reject(outcome.rejected)
+                elif outcome.repairs:
+                    writer.repaired(outcome.origin, outcome.line, outcome.row_id, outcome.repairs)
                 meter.advance(1)
         _report(counts)
         if writer.num_rows == 0:
@@ -147,15 +166,11 @@ def _template(config: PrepareConfig, tokenizer: Any) -> tuple[ChatTemplate | Non
     except TemplateError as error:
         return None, str(error)
     bos = tokenizer.bos_token
-    if bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] and not prints_bos(template.text, bos):
+    adds_bos = bos and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if adds_bos and "bos_token" not in template.text and bos not in template.text:
         logger.warning("the chat template prints no %s, though the tokenizer puts one before plain text; a chat server "
                        "adds none either, so the rows have none", bos)  # fmt: skip
     return template, ""
-
-
-def prints_bos(template_text: str, bos: str) -> bool:
-    """Whether a template names the BOS token, by its variable or as text."""
-    return "bos_token" in template_text or bos in template_text
 
 
 def _marks(config: PrepareConfig, tokenizer: Any, template: ChatTemplate | None) -> TextMarks | None:
@@ -230,17 +245,8 @@ def _total(parts: list[Part], limit: int | None) -> int:
     return max(1, min(total, limit) if limit else total)
 
 
-def _write(writer: RowsWriter, outcome: Outcome) -> None:
-    for row in outcome.rows:
-        writer.add(row)
-    if outcome.rejected is not None:
-        writer.reject(outcome.rejected)
-    elif outcome.repairs:
-        writer.repaired(outcome.origin, outcome.line, outcome.row_id, outcome.repairs)
-
-
 def _report(counts: Counts) -> None:
-    """Say what was dropped and mended, each reason with its count and the first places."""
+    """Log what was dropped and repaired, each reason with its count and the first places."""
     for reason, number in counts.dropped.most_common():
         shown = "; ".join(f"{row.origin}:{row.line} ({row.detail})" for row in counts.examples[reason])
         more = f"; ... all in {REJECTED}" if number > _SHOWN else ""
@@ -248,7 +254,7 @@ def _report(counts: Counts) -> None:
     for reason, number in counts.dropped_turns.most_common():
         logger.warning("dropped %d replies of conversations that were kept: %s", number, reason)
     for repair, number in counts.repaired.most_common():
-        logger.info("mended %d: %s", number, repair)
+        logger.info("repaired %d: %s", number, repair)
     for note, number in counts.notes.most_common():
         logger.info("noted %d: %s", number, note)
     if counts.cut:
@@ -306,58 +312,37 @@ def _summary(config: PrepareConfig, counts: Counts, writer: RowsWriter, made_fro
     }
 
 
-# ---- The same function over many rows, in one process or several: the order and content of the result never
-# differ.
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-_CHUNK = 32
-_SMALL = 256
-"""Fewer rows than this are not worth starting processes for."""
-_LOOK_EVERY_S = 0.5
-_function: Callable[[Any], Any] | None = None
-
-
-def default_workers() -> int:
-    """The CPUs that this process may use, at most 16."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cpus, 16)
-
-
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], num_workers: int | None) -> Iterator[Result]:
     """Yield `function(item)` for each item, in order.
 
     Args:
         function: picklable where processes are spawned (macOS, Windows); it may keep caches that change no result.
         items: read lazily, a bounded number ahead of the results.
-        num_workers: processes; None takes `default_workers()` and none at all for few items.
+        num_workers: processes; None takes the CPUs that this process may use, at most 16, and one for few items.
 
     Raises:
         DataError: a process was killed (out of memory, usually).
     """
     rows = iter(items)
-    if num_workers is not None and num_workers > 1:  # no more processes than there is work for
-        head = list(itertools.islice(rows, _CHUNK * num_workers))
-        num_workers = max(1, min(num_workers, -(-len(head) // _CHUNK)))
-        rows = itertools.chain(head, rows)
-    if num_workers is None:
-        head = list(itertools.islice(rows, _SMALL))
-        num_workers = default_workers() if len(head) == _SMALL else 1
-        rows = itertools.chain(head, rows)
-    if num_workers == 1:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = min(cpus, 16) if num_workers is None else num_workers
+    head = list(itertools.islice(rows, max(_SMALL, _CHUNK * wanted)))
+    is_small = num_workers is None and len(head) < _SMALL
+    wanted = 1 if is_small else max(1, min(wanted, -(-len(head) // _CHUNK)))  # no more processes than there is work for
+    rows = itertools.chain(head, rows)
+    if wanted == 1:
         yield from map(function, rows)
         return
     # The tokenizers library warns in every forked process otherwise; processes are the parallelism here.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     chunks = iter(lambda: list(itertools.islice(rows, _CHUNK)), [])
-    with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(function,)) as pool:
+    with ProcessPoolExecutor(wanted, mp_context=context, initializer=_start, initargs=(function,)) as pool:
         waiting: deque[Future[list[Result]]] = deque()
         try:
             for chunk in chunks:
                 waiting.append(pool.submit(_work, chunk))
-                if len(waiting) > 3 * num_workers:
+                if len(waiting) > 3 * wanted:
                     yield from waiting.popleft().result()
             while waiting:
                 yield from waiting.popleft().result()

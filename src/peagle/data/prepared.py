@@ -1,4 +1,4 @@
-"""Prepared rows as later stages read them."""
+"""A folder of prepared rows: read by later stages, written row by row as an Arrow dataset with its counts and lists."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ from peagle.files import lock_file, whole_file, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+SUMMARY, REJECTED, REPAIRED = "summary.json", "rejected.jsonl", "repaired.jsonl"
+WORK = ".prepare.tmp"
+FREQUENCIES = "token_frequencies.safetensors"
+_OWN = ("data-*.arrow", "state.json", "dataset_info.json", FREQUENCIES, REJECTED, REPAIRED, SUMMARY)
+_BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -91,18 +98,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-# ---- Writing prepared rows: an Arrow dataset that grows row by row, the token counts, and the lists of odd rows.
-
-
-SUMMARY, REJECTED, REPAIRED = "summary.json", "rejected.jsonl", "repaired.jsonl"
-WORK = ".prepare.tmp"
-FREQUENCIES = "token_frequencies.safetensors"
-_OWN = ("data-*.arrow", "state.json", "dataset_info.json", FREQUENCIES, REJECTED, REPAIRED, SUMMARY)
-_BATCH_ROWS = 256
-
-
 class RowsWriter:
-    """Collects rows into a work folder inside `output`; `finish` moves them in place. Other files there are let be."""
+    """Collects rows in a work folder inside `output`; `finish` moves them in place; other files stay."""
 
     def __init__(self, output: Path, vocab_size: int) -> None:
         import datasets
@@ -236,7 +233,7 @@ def remove_prepared(folder: Path) -> None:
 def foreign_dataset(folder: Path) -> Path | None:
     """A file of somebody else's Arrow dataset that preparing into `folder` would replace, if there is one.
 
-    Ours has the token frequencies (they arrive first and go last) or, after a kill, the work folder beside it.
+    Ours has the token frequencies (they arrive first and go last) or, after a kill, the work folder beside them.
     """
     if any((folder / name).exists() for name in (SUMMARY, FREQUENCIES, WORK)):
         return None

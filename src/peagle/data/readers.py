@@ -1,4 +1,8 @@
-"""Data files on this machine, row by row: JSON lines, JSON arrays, Parquet, gzipped or not."""
+"""From what `--data` names to rows in one layout: files, folders and hub sets, read in a fixed order.
+
+`parts_of` looks up what there is, `read_file` and `read_hub` yield raw rows with their line numbers, and `read_parts`
+makes a `Conversation`, `TextRow`, `ReadyRow` or `Rejected` of each. One bad row harms no other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +20,15 @@ from peagle.data.formats import clean, conversation_of, given_id, ready_tokens, 
 from peagle.data.records import Conversation, ReadyRow, Rejected, RowIds, TextRow, TokenRow, UnusableRow, rejected
 from peagle.errors import DataError, one_line
 
+logger = logging.getLogger(__name__)
+_SHOWN = 5
+Mode = Literal["chat", "text"]
+Row = Conversation | TextRow | ReadyRow
+SPLIT_NAMES = ("train", "test", "validation", "valid", "dev", "data")
+"""File names that say nothing: `gsm8k/test.jsonl` is the source gsm8k."""
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz")
 Numbered = tuple[int, "dict[str, Any] | UnusableRow"]
 """Line (or row) number from 1, and the record or what is wrong with it."""
-
-
-def is_data_file(path: Path) -> bool:
-    """Whether the name ends as a data file's does."""
-    return path.name.lower().endswith(SUFFIXES)
 
 
 def read_file(path: Path) -> Iterator[Numbered]:
@@ -151,7 +156,7 @@ def _skip_space(text: str, place: int) -> int:
 
 def _broken(path: Path, text: str, place: int, what: str) -> str:
     line = 1 + text.count("\n", 0, place)
-    return f"{path}:{line}: the JSON array breaks off here ({what}); the rows behind it cannot be read. Mend the file."
+    return f"{path}:{line}: the JSON array breaks off here ({what}); the rows after it cannot be read. Repair the file."
 
 
 def _read_parquet(path: Path) -> Iterator[Numbered]:
@@ -199,18 +204,16 @@ def guess_rows(path: Path) -> int:
         return 0
 
 
-# ---- Data sets by name: where the field's training and evaluation sets live on the Hugging Face hub.
+@dataclass(frozen=True, kw_only=True)
+class HubPart:
+    """What one call of `datasets.load_dataset` loads; its rows go through the same normaliser as local files."""
 
-
-@dataclass(frozen=True)
-class HubSet:
-    """One named data set. Its rows go through the same normaliser as local files."""
-
+    source: str
     hub_id: str
-    config: str | None
-    split: str
-    parts: tuple[str, ...]
-    """Files that are read as data sets of their own (`NAME.jsonl`), each a row in the evaluation table."""
+    config: str | None = None
+    split: str = "train"
+    file: str | None = None
+    """One file of the set alone; such a part is a row of its own in the evaluation table."""
 
 
 BENCHMARK_PARTS = (
@@ -224,43 +227,23 @@ BENCHMARK_PARTS = (
     "translation",
     "writing",
 )
-"""The nine kinds of the published acceptance table; each file has a `prompt` column."""
-
+"""The nine tasks of the published acceptance table; each file has a `prompt` column."""
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
-
-HUB_SETS: dict[str, HubSet] = {
-    "sharegpt": HubSet("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", ()),
-    "ultrachat": HubSet("HuggingFaceH4/ultrachat_200k", None, "train_sft", ()),
-    "gsm8k": HubSet("openai/gsm8k", "main", "train", ()),
-    "humaneval": HubSet("openai/openai_humaneval", None, "test", ()),
-    "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", ()),
-    "spec-bench": HubSet(SPEC_BENCH_URL, None, "train", ()),
-    "speculator-benchmarks": HubSet("RedHatAI/speculator_benchmarks", None, "train", BENCHMARK_PARTS),
+_BENCHMARKS = "RedHatAI/speculator_benchmarks"
+HUB_SETS: dict[str, tuple[HubPart, ...]] = {
+    "sharegpt": (HubPart(source="sharegpt", hub_id="Aeala/ShareGPT_Vicuna_unfiltered"),),
+    "ultrachat": (HubPart(source="ultrachat", hub_id="HuggingFaceH4/ultrachat_200k", split="train_sft"),),
+    "gsm8k": (HubPart(source="gsm8k", hub_id="openai/gsm8k", config="main"),),
+    "humaneval": (HubPart(source="humaneval", hub_id="openai/openai_humaneval", split="test"),),
+    "mt-bench": (HubPart(source="mt-bench", hub_id="HuggingFaceH4/mt_bench_prompts"),),
+    "spec-bench": (HubPart(source="spec-bench", hub_id=SPEC_BENCH_URL),),
+    "speculator-benchmarks": tuple(
+        HubPart(source=part, hub_id=_BENCHMARKS, file=f"{part}.jsonl") for part in BENCHMARK_PARTS
+    ),
 }
-ALIASES = {
-    "mt_bench": "mt-bench",
-    "spec_bench": "spec-bench",
-    "specbench": "spec-bench",
-    "speculator_benchmarks": "speculator-benchmarks",
-    "openai/gsm8k": "gsm8k",
-    "openai/openai_humaneval": "humaneval",
-    "redhatai/speculator_benchmarks": "speculator-benchmarks",
-    "huggingfaceh4/ultrachat_200k": "ultrachat",
-    "huggingfaceh4/mt_bench_prompts": "mt-bench",
-    "aeala/sharegpt_vicuna_unfiltered": "sharegpt",
-}
+"""Where the field's training and evaluation sets live on the Hugging Face hub."""
+ALIASES = {parts[0].hub_id.lower(): name for name, parts in HUB_SETS.items()} | {"specbench": "spec-bench"}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class HubPart:
-    """What one call of `datasets.load_dataset` loads."""
-
-    source: str
-    hub_id: str
-    config: str | None
-    split: str
-    file: str | None
 
 
 def hub_parts(name: str) -> list[HubPart] | None:
@@ -270,18 +253,21 @@ def hub_parts(name: str) -> list[HubPart] | None:
         DataError: a named set has no such part.
     """
     wanted, _, choice = name.removeprefix("hf:").partition(":")
-    key = ALIASES.get(wanted.lower(), wanted.lower())
-    known = HUB_SETS.get(key)
+    key = wanted.lower()
+    known = HUB_SETS.get(ALIASES.get(key, key.replace("_", "-")))
     if known is None:
         if not HUB_ID.fullmatch(wanted):
             return None
-        return [HubPart(wanted.split("/")[1], wanted, None, choice or "train", None)]
-    if not known.parts:
-        return [HubPart(key, known.hub_id, known.config, choice or known.split, None)]
-    if choice and choice not in known.parts:
-        raise DataError(f"--data {name}: no part {choice!r}; {wanted} has {', '.join(known.parts)}")
-    chosen = (choice,) if choice else known.parts
-    return [HubPart(part, known.hub_id, known.config, known.split, f"{part}.jsonl") for part in chosen]
+        return [HubPart(source=wanted.split("/")[1], hub_id=wanted, split=choice or "train")]
+    if not choice:
+        return list(known)
+    if len(known) == 1:
+        return [replace(known[0], split=choice)]
+    chosen = [part for part in known if part.source == choice]
+    if not chosen:
+        names = ", ".join(part.source for part in known)
+        raise DataError(f"--data {name}: no part {choice!r}; {wanted} has {names}")
+    return chosen
 
 
 def read_hub(part: HubPart) -> Iterator[Numbered]:
@@ -295,10 +281,9 @@ def read_hub(part: HubPart) -> Iterator[Numbered]:
     try:
         if part.hub_id.startswith("https://"):
             table = datasets.load_dataset("json", data_files=part.hub_id, split=part.split)
-        elif part.file is not None:
-            table = datasets.load_dataset(part.hub_id, data_files={part.split: part.file}, split=part.split)
         else:
-            table = datasets.load_dataset(part.hub_id, part.config, split=part.split)
+            files = {part.split: part.file} if part.file is not None else None
+            table = datasets.load_dataset(part.hub_id, part.config, data_files=files, split=part.split)
     except Exception as error:  # the hub client raises dozens of kinds: no network, no such set, no such split
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
@@ -312,17 +297,6 @@ def rows_of(table: Any) -> Iterator[Numbered]:
     """The rows of a `datasets.Dataset`, numbered from 1, null fields left out."""
     for number, row in enumerate(table, start=1):
         yield number, without_nulls(row)
-
-
-# ---- From what `--data` names to rows of one shape: files, folders and hub sets, read in a fixed order.
-
-
-logger = logging.getLogger(__name__)
-_SHOWN = 5
-Mode = Literal["chat", "text"]
-Row = Conversation | TextRow | ReadyRow
-SPLIT_NAMES = ("train", "test", "validation", "valid", "dev", "data")
-"""File names that say nothing: `gsm8k/test.jsonl` is the source gsm8k."""
 
 
 @dataclass(frozen=True)
@@ -370,7 +344,9 @@ def read_parts(parts: Sequence[Part], max_samples: int | None, mode: Mode) -> It
             if isinstance(record, UnusableRow):
                 raise record
             source, own_id = _source(record, part), given_id(record)
-            yield _row(record, mode, source, own_id, part.origin, line, row_ids)
+            yield _row(
+                record=record, mode=mode, source=source, own_id=own_id, origin=part.origin, line=line, row_ids=row_ids
+            )
         except UnusableRow as problem:
             yield rejected(problem, source, part.origin, line, own_id)
         except RecursionError:
@@ -426,14 +402,14 @@ def _folder_parts(path: Path, name: str | None) -> list[Part]:
             )
         return [Part(name or path.name, str(path), lambda: rows_of(table), None)]
     inside = sorted(file for file in path.iterdir() if not file.name.startswith("."))
-    files = [file for file in inside if file.is_file() and is_data_file(file)]
+    files = [file for file in inside if file.is_file() and file.name.lower().endswith(SUFFIXES)]
     if not files:
         raise DataError(f"--data {path}: the folder has no {', '.join(SUFFIXES)} file")
-    passed = [file.name for file in inside if file not in files]
-    if passed:
-        more = ", ..." if len(passed) > _SHOWN else ""
-        logger.info("--data %s: read %d files, passed over %d others: %s%s", path, len(files), len(passed),
-                    ", ".join(passed[:_SHOWN]), more)  # fmt: skip
+    skipped = [file.name for file in inside if file not in files]
+    if skipped:
+        more = ", ..." if len(skipped) > _SHOWN else ""
+        logger.info("--data %s: read %d files, skipped %d others: %s%s", path, len(files), len(skipped),
+                    ", ".join(skipped[:_SHOWN]), more)  # fmt: skip
     return [_file_part(file, name) for file in files]
 
 

@@ -1,4 +1,8 @@
-"""A verifier's chat template: rendering conversations as a server would, and turning the text into token ids once."""
+"""A verifier's chat template: rendering conversations as a server would, and turning the text into token ids once.
+
+Templates read their turns in different forms (reasoning under one key or another, tool arguments as text or as an
+object). `Shape` finds out what one template reads by rendering short probes with it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,12 @@ from peagle.data.records import Conversation, Message, UnusableRow
 from peagle.errors import ConfigError, TemplateError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WORD = r"(?:[\w-]+:)?(?:thinking|think|thought|reasoning|reason)"
+OPENING_TAG = rf"(?:<\|?{_WORD}\|?>|<\|START_THINKING\|>|\[THINK\])"
+CLOSING_TAG = rf"(?:<\|?/{_WORD}\|?>|<\|END_THINKING\|>|\[/THINK\])"
+CLOSING = re.compile(CLOSING_TAG)
+_CALL = {"type": "function", "id": "probe0001", "function": {"name": "probe_name", "arguments": {"k_probe": "v"}}}
+_RESULT, _THOUGHT, _TEXT = "probe_result", "probe_thought", "probe_text"
 _CACHE: weakref.WeakKeyDictionary[Any, ChatTemplate] = weakref.WeakKeyDictionary()
 
 
@@ -146,17 +156,6 @@ def template_text(tokenizer: Any) -> str:
     return str(found)
 
 
-# ---- The shape in which a chat template reads its turns, found out by rendering short probes with it.
-
-
-_WORD = r"(?:[\w-]+:)?(?:thinking|think|thought|reasoning|reason)"
-OPENING_TAG = rf"(?:<\|?{_WORD}\|?>|<\|START_THINKING\|>|\[THINK\])"
-CLOSING_TAG = rf"(?:<\|?/{_WORD}\|?>|<\|END_THINKING\|>|\[/THINK\])"
-CLOSING = re.compile(CLOSING_TAG)
-_CALL = {"type": "function", "id": "probe0001", "function": {"name": "probe_name", "arguments": {"k_probe": "v"}}}
-_RESULT, _THOUGHT, _TEXT = "probe_result", "probe_thought", "probe_text"
-
-
 @dataclass(frozen=True)
 class ThinkFormat:
     """How reasoning is written in front of a reply: opening + before + reasoning + after + closing + gap + text."""
@@ -169,7 +168,7 @@ class ThinkFormat:
 
 
 class Shape:
-    """What one template wants; each fact is found when it is first needed."""
+    """The form in which one template reads its turns; each property is probed when it is first needed."""
 
     def __init__(self, text: str, render: Callable[[list[Message], bool], str]) -> None:
         """

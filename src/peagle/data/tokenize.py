@@ -1,4 +1,8 @@
-"""One row that was read to the token rows it gives: ids, loss mask, cut to length."""
+"""From one row that was read to its token rows: ids, loss mask, cut to length.
+
+A conversation's replies are found by rendering it as a server would (`RowTokenizer`), those of text that is rendered
+already by the template's own markers or a pattern (`TextMarks`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from peagle.data.replies import SUPPLIED, Reply, reply_of
 from peagle.data.template import ChatTemplate
 from peagle.errors import DataError, TemplateError
 
+_USER = "\ue000user\ue000"
+_REPLY = "\ue000reply\ue000"
 NO_REPLY = "no reply"
 NO_TOKEN = "no supervised token within --seq-length"
 NO_SPAN = "no supervised token"
@@ -41,11 +47,11 @@ class Outcome:
     num_cut: int = 0
     """Rows that the length limit cut."""
     example: list[int] = field(default_factory=list)
-    """The first ids of a row that was dropped for want of a supervised token, to show what it looked like."""
+    """The first ids of a row that was dropped because no token is supervised, to show what it looked like."""
 
 
 class RowTokenizer:
-    """Turns what was read into token rows. One per process: it remembers the ids of recurring pieces of text."""
+    """Makes token rows of what was read. One per process: it remembers the ids of recurring pieces of text."""
 
     def __init__(
         self,
@@ -253,13 +259,6 @@ def _uncut(row_id: str, source: str, ids: list[int], mask: list[int]) -> TokenRo
 def _lost(row: Conversation | TextRow | ReadyRow, problem: UnusableRow) -> Outcome:
     why = rejected(problem, row.source, row.origin, row.line, row.row_id)
     return Outcome(origin=row.origin, line=row.line, row_id=row.row_id, rejected=why)
-
-
-# ---- Rendered text (`--mode text`): where its replies are, by the template's own markers or by a pattern.
-
-
-_USER = "\ue000user\ue000"
-_REPLY = "\ue000reply\ue000"
 
 
 @dataclass(frozen=True)
