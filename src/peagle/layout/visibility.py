@@ -1,4 +1,4 @@
-"""Who sees whom: the definition that every fast attention must equal."""
+"""Who sees whom: the definition that every fast attention must equal; apart, because tests hold each against it."""
 
 from __future__ import annotations
 
