@@ -157,14 +157,16 @@ def test_a_first_token_that_ends_the_answer_needs_no_pass():
         assert [(answer.ids, answer.passes, answer.finish_reason) for answer in answers] == [([first], [], "stop")] * 3
 
 
-def test_answers_come_in_the_order_of_the_requests_and_each_is_told_once():
+def test_answers_come_in_the_order_of_the_requests_and_are_streamed_as_they_end():
     model = tiny_model("qwen3", num_hidden_layers=3)
     asked = prompts(7, seed=9)
-    told = {}
     engine = Engine(model, random_drafter(model), 3, NO_EOS, GREEDY, 3)
     requests = [Request(prompt, 1 + 5 * (i % 3)) for i, prompt in enumerate(asked)]
-    answers = engine.generate(requests, lambda index, answer: told.setdefault(index, answer))
-    assert [told[i] for i in range(7)] == answers
+    answers = engine.generate(requests)
+    streamed = list(engine.stream(requests))
+    assert [index for index, _ in streamed[:2]] == [0, 3]
+    assert sorted(index for index, _ in streamed) == list(range(7))
+    assert all(answer == answers[index] for index, answer in streamed)
     assert [len(answer.ids) for answer in answers] == [r.max_new_tokens for r in requests]
     assert engine.generate([]) == []
 
@@ -234,8 +236,21 @@ def test_a_drafter_of_another_verifier_is_refused():
         Engine(model, None, 3, [], GREEDY, 1)
 
 
-def test_a_cache_that_cannot_be_rolled_back_is_refused():
+def test_a_cache_that_cannot_be_rolled_back_decodes_plainly_and_is_refused_with_a_drafter():
+    model = tiny_model("qwen3_next", num_hidden_layers=4)
+    assert "linear_attention" in model.config.layer_types
+    asked = prompts(3, seed=10, longest=20)
+    requests = [Request(prompt, 9) for prompt in asked]
+    answers = Engine(model, None, 0, [2], GREEDY, 3).generate(requests)
+    assert [answer.ids for answer in answers] == own_answers(model, asked, 9)
+    with pytest.raises(VerifierError, match="linear_attention: the engine cannot roll back"):
+        Engine(model, random_drafter(model), 2, [], GREEDY, 1).generate(requests)
+
+
+def test_a_prompts_own_seed_makes_its_answer_wherever_it_stands():
     model = tiny_model("qwen3", num_hidden_layers=2)
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(VerifierError, match="linear_attention"):
-        Engine(model, None, 0, [], GREEDY, 1).generate([Request([5], 2)])
+    sampling = Sampling(temperature=1.0, seed=5)
+    requests = [Request(prompt, 12, seed) for seed, prompt in enumerate(prompts(4, seed=11))]
+    answers = Engine(model, None, 0, NO_EOS, sampling, 4).generate(requests)
+    backwards = Engine(model, None, 0, NO_EOS, sampling, 2).generate(requests[::-1])
+    assert answers == backwards[::-1]

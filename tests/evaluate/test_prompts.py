@@ -18,16 +18,38 @@ def config(**values) -> EvaluateConfig:
 
 
 def test_each_reply_with_something_before_it_is_an_item():
-    row = TokenRow("r", "s", list(range(10)), [0, 0, 1, 1, 0, 1, 1, 1, 0, 0], False, 2)
+    row = TokenRow(
+        row_id="r",
+        source="s",
+        input_ids=list(range(10)),
+        loss_mask=[0, 0, 1, 1, 0, 1, 1, 1, 0, 0],
+        next_is_supervised=False,
+        tail_length=2,
+    )
     first, second = replies(row, config())
     assert (first.prompt_ids, first.recorded_ids, first.tail_ids, first.limit) == ([0, 1], [2, 3], [], 2)
     assert (second.prompt_ids, second.recorded_ids, second.tail_ids) == ([0, 1, 2, 3, 4], [5, 6, 7], [8, 9])
     assert reply_spans([1, 1, 0]) == [(0, 2)]
-    assert replies(TokenRow("r", "s", [1, 2], [1, 1], False, 0), config()) == []
+    assert (
+        replies(
+            TokenRow(
+                row_id="r", source="s", input_ids=[1, 2], loss_mask=[1, 1], next_is_supervised=False, tail_length=0
+            ),
+            config(),
+        )
+        == []
+    )
 
 
 def test_what_a_limit_cuts_off_is_the_tail():
-    row = TokenRow("r", "s", list(range(8)), [0, 0, 1, 1, 1, 1, 0, 0], False, 2)
+    row = TokenRow(
+        row_id="r",
+        source="s",
+        input_ids=list(range(8)),
+        loss_mask=[0, 0, 1, 1, 1, 1, 0, 0],
+        next_is_supervised=False,
+        tail_length=2,
+    )
     (item,) = replies(row, config(max_new_tokens=3))
     assert (item.recorded_ids, item.tail_ids, item.limit) == ([2, 3, 4], [5, 6, 7], 3)
     (item,) = replies(row, config(max_new_tokens=9))

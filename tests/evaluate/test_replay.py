@@ -147,7 +147,7 @@ def test_a_tie_is_decided_as_the_recorded_answer_says(verifier):
     head = load_head(verifier.verifier_config)
     weight = head.weight.clone()
     weight[5] = weight[4]  # tokens 4 and 5 are always level
-    tied = type(head)(head.norm_weight, head.norm_eps, weight, head.logit_scale, head.logit_softcap)
+    tied = replace(head, weight=weight)
     states = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
     logits = tied.logits(tied.normed(states))
     place = next(p for p in range(39) if logits[p].argmax() in (4, 5))

@@ -10,7 +10,8 @@ from peagle.cli.main import main
 from peagle.data.records import TokenRow
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.hidden_states.batch import StoredRow
-from peagle.hidden_states.store import StoreReader, StoreSpec, StoreWriter, write_spec
+from peagle.hidden_states.store import StoreReader, StoreSpec, write_spec
+from peagle.hidden_states.writer import StoreWriter
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
 from tests.engine.helpers import random_drafter
@@ -143,7 +144,14 @@ def recorded_rows(folder: Path, depth: int) -> list[TokenRow]:
     prompts = [[10 + i, 20, 30 + i] for i in range(5)]
     answers = plain.generate([Request(prompt, 14 + depth) for prompt in prompts])
     return [
-        TokenRow(f"r{i}", f"s{i % 2}", [*prompt, *answer.ids], [0] * 3 + [1] * 14 + [0] * depth, False, depth)
+        TokenRow(
+            row_id=f"r{i}",
+            source=f"s{i % 2}",
+            input_ids=[*prompt, *answer.ids],
+            loss_mask=[0] * 3 + [1] * 14 + [0] * depth,
+            next_is_supervised=False,
+            tail_length=depth,
+        )
         for i, (prompt, answer) in enumerate(zip(prompts, answers))
     ]
 
@@ -224,15 +232,15 @@ def make_store(folder: Path, rows: list[TokenRow], path: Path, layers: tuple[int
     verifier_config = load_verifier_config(str(folder), False)
     verifier = TransformersVerifier(verifier_config, "float32", "cpu")
     spec = StoreSpec(
-        str(folder),
-        "",
-        verifier_config.model_type,
-        verifier_config.num_layers,
-        verifier_config.hidden_size,
-        verifier_config.vocab_size,
-        layers,
-        "float32",
-        "",
+        verifier=str(folder),
+        verifier_fingerprint="",
+        model_type=verifier_config.model_type,
+        num_layers=verifier_config.num_layers,
+        hidden_size=verifier_config.hidden_size,
+        vocab_size=verifier_config.vocab_size,
+        aux_layer_ids=layers,
+        dtype="float32",
+        tokenizer_sha256="",
     )
     with StoreWriter.open(path, spec, 1 << 20) as writer:
         for row, (aux, last) in zip(rows, verifier.states([row.input_ids for row in rows], layers)):

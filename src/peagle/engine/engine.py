@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from peagle.config import Sampling
+from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.engine.acceptance import accept, pick, probabilities
 from peagle.engine.drafting import Drafting, FusedDrafter
 from peagle.engine.records import Answer, Laps, Pass, Request
-from peagle.engine.verifier_pass import VerifierPass
+from peagle.engine.verifier_pass import VerifierPass, can_roll_back
 from peagle.errors import ConfigError
+from peagle.verifier.local import refuse_damaged_logits
 
 
 @dataclass
@@ -27,7 +30,7 @@ class _Row:
     generator: torch.Generator
     ids: list[int] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
-    finish_reason: str = ""
+    finish_reason: Literal["stop", "length"] = "length"
 
     @property
     def num_known(self) -> int:
@@ -63,108 +66,103 @@ class Engine:
     ) -> None:
         if (drafter is None) != (num_speculative_tokens == 0):
             raise ConfigError("--num-speculative-tokens must be at least 1 with a drafter, and 0 without one")
-        self.model, self.drafter, self.depth = model.eval(), drafter, num_speculative_tokens
+        self.model, self.depth = model.eval(), num_speculative_tokens
         self.sampling, self.batch_size = sampling, batch_size
         self.eos = frozenset(eos_token_ids)
         config = model.config.get_text_config()
-        self._device = next(model.parameters()).device
         if drafter is not None:
-            if drafter.config.vocab_size != config.vocab_size or drafter.config.hidden_size != config.hidden_size:
-                raise ConfigError(
-                    f"the drafter is made for a verifier of vocabulary {drafter.config.vocab_size} and width "
-                    f"{drafter.config.hidden_size}, this one has {config.vocab_size} and {config.hidden_size}"
-                )
-            if drafter.config.aux_layer_ids[-1] > config.num_hidden_layers:
-                raise ConfigError(
-                    f"the drafter reads layer {drafter.config.aux_layer_ids[-1]}, "
-                    f"the verifier has {config.num_hidden_layers} layers"
-                )
+            misfit = verifier_misfit(drafter.config, config.vocab_size, config.hidden_size, config.num_hidden_layers)
+            if misfit is not None:
+                raise ConfigError(misfit)
             drafter.eval()
-        self._layers = None if drafter is None else FusedDrafter(drafter)
-        self._vocab_size = config.vocab_size
+        self.layers = None if drafter is None else FusedDrafter(drafter)
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_answer: Callable[[int, Answer], None] | None = None,
-        laps: Laps | None = None,
-    ) -> list[Answer]:
+    def generate(self, requests: Sequence[Request], laps: Laps | None = None) -> list[Answer]:
         """Decode all prompts.
 
         Args:
             requests: prompts of at least one token, limits of at least one.
-            on_answer: told each answer as it is finished, with the request's index.
             laps: where to add the time of each part; None measures nothing.
 
         Returns:
             Answers in the order of the requests.
+
+        Raises:
+            VerifierError: the verifier's logits are NaN or infinite, or there is a drafter and the verifier's cache
+                cannot be rolled back.
         """
-        if not requests:
-            return []
-        with torch.inference_mode():
-            return _Run(self, requests, on_answer, laps).answers()
+        answers = dict(self.stream(requests, laps))
+        return [answers[index] for index in range(len(requests))]
+
+    @torch.inference_mode()
+    def stream(self, requests: Sequence[Request], laps: Laps | None = None) -> Iterator[tuple[int, Answer]]:
+        """Decode all prompts, see `generate`. Nothing else may run the model until the last answer is taken.
+
+        Yields:
+            (index of a request, its answer), as answers end.
+        """
+        if requests:
+            yield from _Run(self, requests, laps).answers()
 
 
 class _Run:
-    """One call of `generate`: the caches, and the rows in them. Rows 0 .. len(rows) - 1 of the caches are in use."""
+    """One call of `stream`: the caches, and the rows in them. Rows 0 .. len(rows) - 1 of the caches are in use."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        requests: Sequence[Request],
-        on_answer: Callable[[int, Answer], None] | None,
-        laps: Laps | None,
-    ) -> None:
-        self.engine, self.on_answer, self.laps = engine, on_answer, laps
-        self.depth, self.sampling, self.device = engine.depth, engine.sampling, engine._device
-        num_rows = min(engine.batch_size, len(requests))
+    def __init__(self, engine: Engine, requests: Sequence[Request], laps: Laps | None) -> None:
+        self.engine, self.laps = engine, laps
+        self.depth, self.sampling, self.device = engine.depth, engine.sampling, engine.model.device
+        # Rows of several lengths stand side by side only where a token's place in the cache can be chosen.
+        self.num_rows = min(engine.batch_size, len(requests)) if can_roll_back(engine.model) else 1
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         # A last draft may run past the limit; mask slots of a ragged batch as far again.
         capacity = longest + 2 * self.depth + 2
-        drafter = engine.drafter
-        aux_layer_ids = None if drafter is None else drafter.config.aux_layer_ids
-        self.verifier = VerifierPass(engine.model, aux_layer_ids, num_rows, capacity, self.depth + 1)
-        self.drafting = (
-            None
-            if drafter is None or engine._layers is None
-            else Drafting(
-                layers=engine._layers,
+        aux_layer_ids = None if engine.layers is None else engine.layers.drafter.config.aux_layer_ids
+        self.verifier = VerifierPass(engine.model, aux_layer_ids, self.num_rows, capacity, self.depth + 1)
+        self.drafting = None
+        if engine.layers is not None:
+            self.drafting = Drafting(
+                layers=engine.layers,
                 num_speculative_tokens=self.depth,
                 sampling=self.sampling,
-                vocab_size=engine._vocab_size,
-                num_rows=num_rows,
+                vocab_size=engine.model.config.get_text_config().vocab_size,
+                num_rows=self.num_rows,
                 capacity=capacity,
             )
-        )
-        self.num_rows = num_rows
         self.waiting = deque(enumerate(requests))
         self.rows: list[_Row] = []
-        self.done: list[Answer | None] = [None] * len(requests)
+        self.finished: list[_Row] = []
         self.pending = torch.empty(0, self.depth + 1, dtype=torch.int64, device=self.device)
+        """Of each row the newest token and its draft, [num_rows, K + 1]."""
         self.probs: Tensor | None = None
+        """What the drafts were drawn from, see `Draft.probs`."""
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        """(index, answer), as answers end."""
         with self.verifier.session():
             while self.waiting or self.rows:
                 while self.waiting and len(self.rows) < self.num_rows:
                     self._admit(*self.waiting.popleft())
                 if self.rows:
                     self._step()
-        return [answer for answer in self.done if answer is not None]
+                finished, self.finished = self.finished, []
+                for row in finished:
+                    yield row.index, Answer(row.ids, row.finish_reason, row.passes)
 
     def _admit(self, index: int, request: Request) -> None:
         """Prefill one prompt in the first free row and draft for it; alone, so that nothing is padded."""
-        row = _Row(index, request, torch.Generator().manual_seed(_row_seed(self.sampling.seed, index)))
+        seed = _row_seed(self.sampling.seed, index) if request.seed is None else request.seed
+        row = _Row(index, request, torch.Generator().manual_seed(seed))
         place, count = len(self.rows), len(request.prompt_ids)
         ids = torch.tensor([list(request.prompt_ids)], device=self.device)
         logits, aux = self.verifier.run(ids, self.verifier.ruler.span(place, [0], count), 1)
+        refuse_damaged_logits(logits, self.engine.model)
         if self.sampling.is_greedy:
             first = logits.argmax(-1)
         else:
             probs = probabilities(logits, self.sampling.temperature, self.sampling.top_p)
             first = pick(probs, torch.rand(1, 1, generator=row.generator).to(self.device))
         if self._extend(row, first[0].tolist()):
-            self._finish(row)
+            self.finished.append(row)
             return
         self.rows.append(row)
         if self.drafting is None or aux is None:
@@ -192,7 +190,7 @@ class _Run:
             if depth:
                 row.passes.append(Pass(row.num_known, tuple(drafted[place]), accepted[place]))
             if self._extend(row, chosen_ids[place][: accepted[place] + 1]):
-                self._finish(row)
+                self.finished.append(row)
             else:
                 going.append(place)
         if len(going) < len(rows):
@@ -265,27 +263,20 @@ class _Run:
                 row.finish_reason = "stop"
                 return True
             if len(row.ids) >= limit:
-                row.finish_reason = "length"
                 return True
         return False
-
-    def _finish(self, row: _Row) -> None:
-        answer = Answer(row.ids, row.finish_reason, row.passes)
-        self.done[row.index] = answer
-        if self.on_answer is not None:
-            self.on_answer(row.index, answer)
 
     def _compact(self, going: list[int], starts: list[int]) -> list[int]:
         """Close the gaps: rows from the end move into freed places. Returns, for each place in use, the row it had."""
         order = list(range(len(self.rows)))
-        kept = set(going)
+        left = set(going)
         for place in range(len(going)):
-            if place not in kept:
-                source = max(kept)
-                kept.remove(source)
+            if place not in left:
+                source = max(left)
+                left.remove(source)
                 # Verified positions 0 .. start + accepted, the last round's pass included, are all that matters.
                 length = starts[source] + self.depth + 1
-                self.verifier.cache.kept.move(source, place, length)
+                self.verifier.cache.key_values.move(source, place, length)
                 if self.drafting is not None:
                     self.drafting.move(source, place, starts[source])
                 order[place] = source
@@ -299,6 +290,19 @@ class _Run:
             return None
         draws = [torch.rand(count, generator=row.generator) for row in rows]
         return torch.stack(draws).to(self.device)
+
+
+def verifier_misfit(drafter: DrafterConfig, vocab_size: int, hidden_size: int, num_layers: int) -> str | None:
+    """Why a drafter cannot draft for a verifier of this shape; None if it can."""
+    for label, ours, theirs in (
+        ("vocabulary", drafter.vocab_size, vocab_size),
+        ("width", drafter.hidden_size, hidden_size),
+    ):
+        if ours != theirs:
+            return f"the drafter is made for a verifier of {label} {ours}, this one has {theirs}"
+    if drafter.aux_layer_ids[-1] > num_layers:
+        return f"the drafter reads layer {drafter.aux_layer_ids[-1]}, the verifier has {num_layers} layers"
+    return None
 
 
 def _agreeing(drafted: list[int], chosen: list[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,8 @@ class Request:
 
     prompt_ids: Sequence[int]
     max_new_tokens: int
+    seed: int | None = None
+    """Of this prompt's draws; None: made from the engine's seed and the prompt's place among the requests."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,15 @@ class Answer:
 
     ids: list[int]
     """Generated tokens; an end-of-sequence token is included."""
-    finish_reason: str
-    """"stop" (an end-of-sequence token) or "length"."""
+    finish_reason: Literal["stop", "length"]
+    """"stop": an end-of-sequence token."""
     passes: list[Pass]
     """Passes with a draft, in order; the prefill is none."""
 
 
 @dataclass
 class Laps:
-    """Time spent on each part of the steps, filled by `Engine.generate`; measuring makes a GPU wait at every part."""
+    """Time spent on each part of the steps, filled as the engine decodes; measuring makes a GPU wait at every part."""
 
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from peagle.engine.cache import KeyValues, Ruler, Span
 from peagle.errors import VerifierError
 
 _ATTENTION = "peagle_engine"
-LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 class VerifierCache(Cache):
@@ -24,7 +24,7 @@ class VerifierCache(Cache):
 
     def __init__(self, num_rows: int, capacity: int) -> None:
         super().__init__(layers=[])
-        self.kept = KeyValues(num_rows, capacity)
+        self.key_values = KeyValues(num_rows, capacity)
         self.span: Span | None = None
 
     def update(
@@ -32,7 +32,7 @@ class VerifierCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: keep the new keys and values, give all of the rows."""
         assert self.span is not None
-        return self.kept.write(layer_idx, key_states, value_states, self.span)
+        return self.key_values.write(layer_idx, key_states, value_states, self.span)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions before the pass."""
@@ -46,6 +46,9 @@ class VerifierCache(Cache):
 class VerifierPass:
     """Runs the verifier, inside its `session`; one at a time per model.
 
+    A model whose cache cannot be rolled back (recurrent layers) decodes plainly all the same, a row at a time, with
+    Transformers' own cache, masks and attention.
+
     Args:
         model: a causal language model of Transformers, in eval mode, with sdpa or eager attention.
         aux_layer_ids: layers whose inputs are wanted, ascending (id L: the output of the last one); None: no states.
@@ -53,7 +56,7 @@ class VerifierPass:
         longest: most tokens of a pass that does not start at position 0.
 
     Raises:
-        VerifierError: an attention implementation or a kind of layer whose cache cannot be rolled back.
+        VerifierError: the cache cannot be rolled back, and more than one row or more than one token is asked for.
     """
 
     def __init__(
@@ -66,20 +69,26 @@ class VerifierPass:
     ) -> None:
         self.model: Any = model
         self.aux_layer_ids = aux_layer_ids
-        self._kinds, self._window = _attention_kinds(self.model.config)
-        self._is_eager = self.model.config.get_text_config()._attn_implementation == "eager"
+        self._config = self.model.config.get_text_config()
+        obstacle = _obstacle(self._config)
+        if obstacle is not None and (num_rows > 1 or longest > 1):
+            name = self._config.model_type
+            raise VerifierError(f"{name}: {obstacle}: the engine cannot roll back such a cache; evaluate with vLLM")
+        self._rolls_back = obstacle is None
+        self._layer_types, self._window = _layer_types(self._config)
+        self._is_eager = self._config._attn_implementation == "eager"
         self.cache = VerifierCache(num_rows, capacity)
+        self._own_cache: DynamicCache | None = None
         self.ruler = Ruler(capacity, longest, self.model.dtype, self.model.device)
         self._taken: dict[int, Tensor] = {}
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Take the auxiliary states (none where none are wanted) and use our attention, until left."""
-        layers = self.model.get_decoder().layers
-        config = self.model.config.get_text_config()
-        implementation = config._attn_implementation
-        if implementation == "sdpa":
-            config._attn_implementation = _ATTENTION
+        layers = self.model.get_decoder().layers if self.aux_layer_ids else ()
+        implementation = self._config._attn_implementation
+        if implementation == "sdpa" and self._rolls_back:
+            self._config._attn_implementation = _ATTENTION
         wrapped: list[tuple[nn.Module, Any]] = []
         for layer_id in self.aux_layer_ids or ():
             layer = layers[min(layer_id, len(layers) - 1)]
@@ -88,7 +97,7 @@ class VerifierPass:
         try:
             yield
         finally:
-            config._attn_implementation = implementation
+            self._config._attn_implementation = implementation
             for layer, before in reversed(wrapped):
                 if before is None:
                     del layer.forward
@@ -108,11 +117,13 @@ class VerifierPass:
             or None).
         """
         self.cache.span = span
+        if not self._rolls_back and span.start == 0:
+            self._own_cache = DynamicCache(config=self._config)
         output = self.model(
             input_ids=token_ids,
-            attention_mask=self._masks(span),
+            attention_mask=self._masks(span) if self._rolls_back else None,
             position_ids=span.positions,
-            past_key_values=self.cache,
+            past_key_values=self.cache if self._rolls_back else self._own_cache,
             use_cache=True,
             logits_to_keep=num_logits,
         )
@@ -123,17 +134,17 @@ class VerifierPass:
         return output.logits, torch.cat(states, -1)
 
     def _masks(self, span: Span) -> Any:
-        """One mask where all layers attend alike, else one per kind: Transformers takes both, ready-made."""
+        """One mask where all layers attend alike, else one per layer type: Transformers takes both, ready-made."""
         masks = {}
-        for kind in self._kinds:
-            if kind == "full_attention":
+        for name in self._layer_types:
+            if name == "full_attention":
                 mask = self.ruler.causal(span)
             else:
-                mask = self.ruler.limited(span, self._window, kind == "chunked_attention")
+                mask = self.ruler.limited(span, self._window, name == "chunked_attention")
             if mask is None and self._is_eager and span.num_tokens > 1:
                 mask = self.ruler.square(span)
-            masks[kind] = mask
-        return masks if len(masks) > 1 else masks[self._kinds[0]]
+            masks[name] = mask
+        return masks if len(masks) > 1 else masks[self._layer_types[0]]
 
     def _taking(self, forward: Callable[..., Any], layer_id: int, is_input: bool) -> Callable[..., Any]:
         """A layer's forward that leaves its input, or its output, in `_taken`. A hook would do, but sends every call of
@@ -155,18 +166,26 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Transformers' sdpa, but for grouped queries beside a mask it does not repeat keys and values.
 
+    With one token a row, the query heads that share a key head become that head's queries: the same sums without
+    `enable_gqa`, which has no fast kernel beside a mask (in bfloat16 on a CPU it takes ten times as long).
+
     Not registered with a mask function, so that Transformers takes our masks as they are and makes none of its own.
     """
     if kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    rows, num_heads, num_tokens, head_dim = query.shape
+    if num_tokens == 1:
+        grouped = query.reshape(rows, key.shape[1], -1, head_dim)  # [rows, kv_heads, heads per kv_head, head_dim]
+        attended = F.scaled_dot_product_attention(grouped, key, value, attention_mask, scale=kwargs.get("scaling"))
+        return attended.reshape(rows, 1, num_heads, value.shape[-1]), None
     attended = F.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=attention_mask,
-        is_causal=attention_mask is None and query.shape[2] > 1,
+        is_causal=attention_mask is None,
         scale=kwargs.get("scaling"),
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=num_heads != key.shape[1],
     )
     return attended.transpose(1, 2).contiguous(), None
 
@@ -174,23 +193,30 @@ def _attention(
 AttentionInterface.register(_ATTENTION, _attention)
 
 
-def _attention_kinds(config: Any) -> tuple[tuple[str, ...], int]:
-    """The kinds of attention layers of a model, and the window of those that are limited (0 if none)."""
-    config = config.get_text_config()
-    implementation = config._attn_implementation
-    if implementation not in ("sdpa", "eager", _ATTENTION):
-        raise VerifierError(f"attention {implementation!r}: the engine needs attn_implementation sdpa or eager")
+def can_roll_back(model: PreTrainedModel) -> bool:
+    """Whether every layer leaves nothing but keys and values, each at a place that we choose."""
+    return _obstacle(model.config.get_text_config()) is None
+
+
+def _obstacle(config: Any) -> str | None:
+    """What keeps our cache from serving a model; None if nothing does."""
+    if config._attn_implementation not in ("sdpa", "eager", _ATTENTION):
+        return f"attention {config._attn_implementation!r} (sdpa and eager do)"
+    unknown = sorted(set(_layer_types(config)[0]) - set(_LAYER_TYPES))
+    if unknown:
+        return ", ".join(unknown)
+    if getattr(config, "num_kv_shared_layers", None):
+        return "layers that share keys and values"
+    if {"sliding_attention", "chunked_attention"} <= set(_layer_types(config)[0]):
+        return "sliding and chunked attention in one model"
+    return None
+
+
+def _layer_types(config: Any) -> tuple[tuple[str, ...], int]:
+    """The types of a model's layers, and the window of those that are limited (0 if none)."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"]
-    unknown = sorted(set(kinds) - set(LAYER_KINDS))
-    if unknown or getattr(config, "num_kv_shared_layers", None):
-        what = ", ".join(unknown) or "layers that share keys and values"
-        raise VerifierError(
-            f"{config.model_type}: {what}: the engine cannot roll back such a cache; evaluate with vLLM"
-        )
-    if "sliding_attention" in kinds and "chunked_attention" in kinds:
-        raise VerifierError(f"{config.model_type}: sliding and chunked attention in one model are not supported")
-    limit = chunk if "chunked_attention" in kinds else window if "sliding_attention" in kinds else 0
-    return tuple(dict.fromkeys(kinds)), limit or 0
+    names = getattr(config, "layer_types", None)
+    if names is None:
+        names = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"]
+    limit = chunk if "chunked_attention" in names else window if "sliding_attention" in names else 0
+    return tuple(dict.fromkeys(names)), limit or 0

@@ -130,7 +130,7 @@ def compare(
             meter.advance(len(batch))
     laps = Laps()
     for batch in batches[:_LAP_BATCHES]:
-        drafting.generate(batch, None, laps)
+        drafting.generate(batch, laps)
     return Comparison(
         answers=answers["drafter"],
         own_ids=answers["transformers"],
@@ -231,9 +231,9 @@ class TransformersBaseline:
 @contextmanager
 def _no_defaults(model: Any) -> Iterator[None]:
     """A model's generation_config (a repetition penalty, top-k ...) fills what ours leaves open: take it away."""
-    kept = model.generation_config
+    own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = kept
+        model.generation_config = own

@@ -74,8 +74,9 @@ def decode(
     rest = [place for place in range(len(items)) if place not in answers]
     if rest:
         with log.progress("decode", len(rest), "prompts") as meter:
-            others = engine.generate([requests[place] for place in rest], lambda _, __: meter.advance(1))
-        answers.update(zip(rest, others))
+            for index, answer in engine.stream([requests[place] for place in rest]):
+                answers[rest[index]] = answer
+                meter.advance(1)
 
     # 4. the verifier's own greedy answers to the checked ones, prompts of like length together
     places = [place for place in checked if place not in own_ids]

@@ -12,6 +12,7 @@ from typing import Any
 from peagle.data import Conversation, ReadyRow, Rejected, TokenRow, UnusableRow, load_prepared, read_rows, render_prompt
 from peagle.data.template import use_template_file
 from peagle.drafter.model_config import DrafterConfig
+from peagle.engine.engine import verifier_misfit
 from peagle.errors import CheckpointError, PeagleError
 from peagle.evaluate.config import EvaluateConfig
 from peagle.verifier.model_config import VerifierConfig
@@ -95,11 +96,11 @@ def read_items(config: EvaluateConfig, tokenizer: Any, max_tokens: int) -> Read:
         if not items:
             read.drop(row.row_id, "no reply to measure")
         for item in items:
-            room = max_tokens - item.start
-            if room < 1:
+            longest = max_tokens - item.start
+            if longest < 1:
                 read.drop(item.row_id, f"prompt longer than the verifier takes ({max_tokens} tokens, one of them new)")
             else:
-                read.items.append(item if item.limit <= room else item.limited(room))
+                read.items.append(item if item.limit <= longest else item.limited(longest))
     return read
 
 
@@ -151,10 +152,10 @@ def reply_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 def by_source(items: Sequence[Item]) -> dict[str, list[int]]:
     """Indices of the items of each data set, in the order of first appearance."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for index, item in enumerate(items):
-        found.setdefault(item.source, []).append(index)
-    return found
+        places.setdefault(item.source, []).append(index)
+    return places
 
 
 def _prepared_rows(config: EvaluateConfig, read: Read) -> Iterator[tuple[TokenRow, bool]]:
@@ -196,19 +197,24 @@ def _data_rows(config: EvaluateConfig, tokenizer: Any, read: Read) -> Iterator[t
         if isinstance(item, Rejected):
             read.drop(where, item.reason)
         elif isinstance(item, ReadyRow):
-            yield (
-                TokenRow(
-                    item.row_id, item.source, item.input_ids, item.loss_mask, item.next_is_supervised, item.tail_length
-                ),
-                False,
-            )
+            yield item.tokens, False
         elif isinstance(item, Conversation) and item.opening().is_prompt:
             try:
                 prompt_ids = render_prompt(tokenizer, item.opening())
             except UnusableRow as problem:
                 read.drop(where, problem.reason)
                 continue
-            yield TokenRow(item.row_id, item.source, prompt_ids, [0] * len(prompt_ids), False, 0), True
+            yield (
+                TokenRow(
+                    row_id=item.row_id,
+                    source=item.source,
+                    input_ids=prompt_ids,
+                    loss_mask=[0] * len(prompt_ids),
+                    next_is_supervised=False,
+                    tail_length=0,
+                ),
+                True,
+            )
         else:
             read.drop(where, "no user turn to answer")
 
@@ -227,20 +233,9 @@ def check_pair(config: DrafterConfig, verifier: VerifierConfig, tokenizer: Any) 
     Raises:
         CheckpointError: another vocabulary, width or depth, or other tokens behind the same ids.
     """
-    for label, ours, theirs in (
-        ("vocabulary", config.vocab_size, verifier.vocab_size),
-        ("hidden size", config.hidden_size, verifier.hidden_size),
-    ):
-        if ours != theirs:
-            raise CheckpointError(
-                f"the drafter is made for a verifier of {label} {ours}, {verifier.name_or_path} has {theirs}; "
-                f"it was trained for {config.verifier}"
-            )
-    if config.aux_layer_ids[-1] > verifier.num_layers:
-        raise CheckpointError(
-            f"the drafter reads layer {config.aux_layer_ids[-1]}, {verifier.name_or_path} has {verifier.num_layers} "
-            "layers"
-        )
+    misfit = verifier_misfit(config, verifier.vocab_size, verifier.hidden_size, verifier.num_layers)
+    if misfit is not None:
+        raise CheckpointError(f"{verifier.name_or_path}: {misfit}; it was trained for {config.verifier}")
     if config.verifier == verifier.name_or_path:
         return None
     try:
