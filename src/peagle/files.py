@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import errno
 import fcntl
 import hashlib
@@ -10,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,14 +142,6 @@ def sha256_file(path: Path) -> str:
         while chunk := handle.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def sha256_ids(ids: list[int]) -> str:
-    """SHA-256 of token ids as little-endian int64, in hexadecimal: the identity of a tokenized row."""
-    packed = array.array("q", ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return hashlib.sha256(packed.tobytes()).hexdigest()
 
 
 def lock_file(path: Path, doing: str) -> BinaryIO:

@@ -13,7 +13,7 @@ import torch
 from peagle.cli.main import main
 from peagle.errors import DataError, DiskError, EndpointError, StoreError
 from peagle.hidden_states import extract as extract_module
-from peagle.hidden_states import shards
+from peagle.hidden_states import writer as writer_module
 from peagle.hidden_states.config import ExtractConfig
 from peagle.hidden_states.extract import extract
 from peagle.hidden_states.store import StoreReader
@@ -83,7 +83,7 @@ class FakeSource:
 def use_source(monkeypatch, verifier):
     def use(answer):
         source = FakeSource(load_verifier_config(str(verifier), False), answer)
-        monkeypatch.setattr(extract_module, "open_source", lambda *arguments: source)
+        monkeypatch.setattr(extract_module, "open_source", lambda **arguments: source)
         return source
 
     return use
@@ -152,17 +152,17 @@ def test_killed_extraction_equals_unkilled(tmp_path, prepared, store):
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from peagle.hidden_states import shards, store\n"
+        "from peagle.hidden_states import writer\n"
         "from peagle.hidden_states.config import ExtractConfig\n"
         "from peagle.hidden_states.extract import extract\n"
-        "store.FLUSH_EVERY_S = -1.0\n"  # a shard per row
-        "real, count = shards.write_json, []\n"
+        "writer.FLUSH_EVERY_S = -1.0\n"  # a shard per row
+        "real, count = writer.write_json, []\n"
         "def write_json(path, value):\n"
         "    count.append(path)\n"
         "    if len(count) == int(sys.argv[3]):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    real(path, value)\n"
-        "shards.write_json = write_json\n"
+        "writer.write_json = write_json\n"
         "extract(ExtractConfig(preprocessed_data=Path(sys.argv[1]), output=Path(sys.argv[2]), batch_size=4))\n"
     )
     folder = tmp_path / "store"
@@ -327,7 +327,7 @@ def test_a_larger_max_samples_adds_to_the_store(tmp_path, prepared, store):
 
 def test_K07_the_estimate_is_said_and_checked_before_anything_is_run(tmp_path, prepared, store, monkeypatch, caplog):
     real = sum(path.stat().st_size for path in store.glob("shard-*"))
-    monkeypatch.setattr(extract_module, "open_source", lambda *arguments: pytest.fail("the verifier was loaded"))
+    monkeypatch.setattr(extract_module, "open_source", lambda **arguments: pytest.fail("the verifier was loaded"))
     with pytest.raises(DiskError, match="--max-disk-gb allows"):
         extract(config(prepared, tmp_path / "a", max_disk_gb=real * 0.9 / 1e9))
     monkeypatch.setattr("peagle.hidden_states.extract.free_bytes", lambda path: (64 << 20) + int(real * 0.9))
@@ -340,8 +340,8 @@ def test_K07_the_estimate_is_said_and_checked_before_anything_is_run(tmp_path, p
 
 
 def test_K07_a_disk_that_fills_half_way_stops_cleanly_and_the_next_run_goes_on(tmp_path, prepared, store, monkeypatch):
-    monkeypatch.setattr("peagle.hidden_states.store.FLUSH_EVERY_S", -1.0)
-    real, calls = shards.save_file, []
+    monkeypatch.setattr("peagle.hidden_states.writer.FLUSH_EVERY_S", -1.0)
+    real, calls = writer_module.save_file, []
 
     def full(tensors, path):
         calls.append(path)
@@ -349,7 +349,7 @@ def test_K07_a_disk_that_fills_half_way_stops_cleanly_and_the_next_run_goes_on(t
             raise OSError(28, "No space left on device")
         real(tensors, path)
 
-    monkeypatch.setattr(shards, "save_file", full)
+    monkeypatch.setattr(writer_module, "save_file", full)
     with pytest.raises(DiskError, match="no space left on the disk; free some and run the same command again"):
         extract(config(prepared, tmp_path))
     assert len(StoreReader.open(tmp_path)) == 3

@@ -1,8 +1,10 @@
 """The store: whole rows or none, resumable, damage found and named."""
 
+import hashlib
 import json
 import logging
 import multiprocessing
+import struct
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from peagle.data.records import TokenRow
 from peagle.errors import DiskError, StoreError
-from peagle.hidden_states import shards
+from peagle.files import sha256_file
+from peagle.hidden_states import writer as writer_module
 from peagle.hidden_states.batch import StoredRow
-from peagle.hidden_states.shards import RowEntry, index_paths
-from peagle.hidden_states.store import StoreReader, StoreSpec, StoreWriter, read_spec
+from peagle.hidden_states.store import RowEntry, StoreReader, StoreSpec, index_paths, read_spec
+from peagle.hidden_states.writer import StoreWriter
 from tests import fakes
 
 HIDDEN = 8
@@ -100,14 +103,13 @@ def test_half_precision_and_the_fields_of_a_cut_row_and_a_tail_survive(tmp_path)
 
 
 def test_the_index_has_the_hash_of_each_rows_token_ids_and_the_shards_checksum(store):
-    from peagle.files import sha256_file, sha256_ids
-
     found = {}
     for path in index_paths(store):
         index = json.loads(path.read_text())
         assert index["sha256"] == sha256_file(store / index["file"])
         found |= {entry["row_id"]: entry["ids_sha256"] for entry in index["rows"]}
-    assert found == {stored.row.row_id: sha256_ids(stored.row.input_ids) for stored in ROWS}
+    packed = {s.row.row_id: struct.pack(f"<{len(s.row.input_ids)}q", *s.row.input_ids) for s in ROWS}
+    assert found == {row_id: hashlib.sha256(ids).hexdigest() for row_id, ids in packed.items()}
 
 
 def test_an_interrupted_store_goes_on_and_equals_an_uninterrupted_one(tmp_path):
@@ -224,15 +226,15 @@ def test_H06_one_nan_or_inf_in_a_stored_row_is_refused_by_the_rows_name(store, p
         reader.read("row-1")
 
 
-def test_token_rows_are_read_without_states_and_checked_against_their_hashes(store):
-    assert StoreReader.open(store).token_row("row-4") == ROWS[4].row
+def test_a_rows_tokens_are_checked_against_their_own_hashes(store):
+    assert StoreReader.open(store).read("row-4").row == ROWS[4].row
     shard = store / "shard-00000.safetensors"
     tensors = load_file(shard)
     tensors["input_ids.0"][1] += 1
     save_file(tensors, shard)
     _reseal(shard)
     with pytest.raises(StoreError, match="holds other tokens for row row-0"):
-        StoreReader.open(store).token_row("row-0")
+        StoreReader.open(store).read("row-0")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_a_row_is_added_once_and_with_the_specs_shapes_and_dtype(tmp_path):
 
 
 def test_K07_a_full_disk_stops_cleanly_and_the_run_goes_on_later(tmp_path, monkeypatch):
-    real, written = shards.save_file, []
+    real, written = writer_module.save_file, []
 
     def full(tensors, path):
         if len(written) == 2:
@@ -286,13 +288,13 @@ def test_K07_a_full_disk_stops_cleanly_and_the_run_goes_on_later(tmp_path, monke
         written.append(path)
         real(tensors, path)
 
-    monkeypatch.setattr(shards, "save_file", full)
+    monkeypatch.setattr(writer_module, "save_file", full)
     with pytest.raises(DiskError, match=r"shard-00002\.safetensors: no space left"):
         write(tmp_path, ROWS)
     assert sorted(path.name for path in tmp_path.iterdir() if "shard" in path.name) == [
         f"shard-0000{i}.{end}" for i in range(2) for end in ("json", "safetensors")
     ]
-    monkeypatch.setattr(shards, "save_file", real)
+    monkeypatch.setattr(writer_module, "save_file", real)
     kept = StoreReader.open(tmp_path)
     assert 0 < len(kept) < 12
     assert_same(write(tmp_path, ROWS), ROWS)
@@ -333,9 +335,7 @@ def test_an_unfinished_store_is_said_to_be_unfinished(tmp_path, caplog):
 
 
 def test_a_slow_verifiers_rows_are_written_before_a_shard_is_full(tmp_path, monkeypatch):
-    from peagle.hidden_states import store as store_module
-
-    monkeypatch.setattr(store_module, "FLUSH_EVERY_S", -1.0)
+    monkeypatch.setattr(writer_module, "FLUSH_EVERY_S", -1.0)
     with StoreWriter.open(tmp_path, SPEC, 10**9) as writer:
         writer.add(ROWS[0])
         writer.add(ROWS[1])

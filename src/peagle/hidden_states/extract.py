@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import overload
 
 import torch
-from torch import Tensor
 
 from peagle import log
 from peagle.data.prepared import Prepared, load_prepared
@@ -27,15 +26,18 @@ from peagle.errors import DataError, DiskError, StoreError, VerifierError
 from peagle.files import free_bytes
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.config import ExtractConfig
-from peagle.hidden_states.shards import RowEntry
-from peagle.hidden_states.store import StoreSpec, StoreWriter
-from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
-from peagle.verifier.source import RowRefused, RowStates, StateSource
+from peagle.hidden_states.store import RowEntry, StoreSpec
+from peagle.hidden_states.writer import StoreWriter
+from peagle.verifier.model_config import VerifierConfig, load_verifier_config
+from peagle.verifier.source import RowRefused, RowStates, StateSource, first_difference
 from peagle.verifier.special_tokens import load_tokenizer, tokenizer_sha256
-from peagle.verifier.weights import VerifierHead, fingerprint, load_head
+from peagle.verifier.weights import VerifierHead, load_head
 
 logger = logging.getLogger(__name__)
 _NAMED = 5  # rows named in the log per reason; all are in the manifest
+_CHECKED_TOKENS = 64  # of one row, on which the head is proved
+_CHUNK = 256  # label positions whose logits over the whole vocabulary are held at once
+_SPARE_BYTES = 64 << 20  # left free on the disk
 
 
 class PreparedRows(Sequence[TokenRow]):
@@ -88,12 +90,18 @@ def extract(config: ExtractConfig) -> int:
     """
     started_s = time.monotonic()
     prepared = load_prepared(config.preprocessed_data)
-    verifier_config = load_verifier_config(_model_name(config, prepared), config.trust_remote_code)
-    verifier_config = verifier_config.with_tensor_names(config.verifier_tensors)
-    spec = _spec(config, prepared, verifier_config)
+    verifier = load_verifier_config(_model_name(config, prepared), config.trust_remote_code)
+    verifier = verifier.with_tensor_names(config.verifier_tensors)
+    spec = StoreSpec.of(
+        verifier,
+        aux_layer_ids=config.target_layer_ids,
+        dtype=config.dtype,
+        tokenizer_sha256=str(prepared.summary["tokenizer_sha256"]),
+        is_served=bool(config.endpoint),
+    )
     count = min(len(prepared), config.max_samples or len(prepared))
     rows = PreparedRows(prepared, count)
-    entries = _entries(rows, verifier_config)
+    entries = _entries(rows, verifier)
     with StoreWriter.open(config.output, spec, config.shard_mb * 10**6) as writer:
         missing = _missing(entries, writer)
         kept_before = len(entries) - len(missing)
@@ -102,13 +110,21 @@ def extract(config: ExtractConfig) -> int:
         num_bytes = check_disk(spec, entries, missing, config.output, config.max_disk_gb)
         outcome = Outcome()
         if missing:
-            _fill(config, spec, verifier_config, rows, missing, writer, outcome)
+            _fill(
+                config=config,
+                spec=spec,
+                verifier=verifier,
+                rows=rows,
+                missing=missing,
+                writer=writer,
+                outcome=outcome,
+            )
         if not writer.entries:
             raise DataError(f"{config.output}: no row could be stored ({_reasons(outcome)})")
         writer.finish()
     seconds = round(time.monotonic() - started_s, 2)
     record = {
-        "verifier": verifier_config.name_or_path,
+        "verifier": verifier.name_or_path,
         "aux_layer_ids": list(spec.aux_layer_ids),
         "dtype": spec.dtype,
         "rows_read": len(entries),
@@ -130,16 +146,18 @@ def extract(config: ExtractConfig) -> int:
 
 
 def _fill(
+    *,
     config: ExtractConfig,
     spec: StoreSpec,
-    verifier_config: VerifierConfig,
+    verifier: VerifierConfig,
     rows: PreparedRows,
     missing: set[str],
     writer: StoreWriter,
     outcome: Outcome,
 ) -> None:
-    head = _head(config, verifier_config)
-    source = open_source(config, spec, verifier_config, head, rows[0])
+    # 1. what can be asked for: rows that are not too long
+    head = _head(config, verifier)
+    source = open_source(config=config, spec=spec, verifier=verifier, head=head, sample=rows[0], rank=0)
     try:
         by_id: dict[str, int] = {}
         total = 0
@@ -153,18 +171,19 @@ def _fill(
             else:
                 by_id[row.row_id] = index
                 total += len(row.input_ids)
+        # 2. each answer is checked, and stored or counted
         with log.progress("extract", total, "tokens") as meter:
-            for found in source.states(rows, missing):
-                if found.row_id not in by_id:
-                    raise StoreError(f"row {found.row_id}: states came twice or were not asked for")
-                row = rows[by_id.pop(found.row_id)]
+            for answer in source.states(rows, missing):
+                if answer.row_id not in by_id:
+                    raise StoreError(f"row {answer.row_id}: states came twice or were not asked for")
+                row = rows[by_id.pop(answer.row_id)]
                 meter.advance(len(row.input_ids))
-                if isinstance(found, RowRefused):
-                    outcome.drop(row.row_id, found.reason, found.detail)
+                if isinstance(answer, RowRefused):
+                    outcome.drop(row.row_id, answer.reason, answer.detail)
                     continue
-                wrong = fault(found, row, spec)
+                wrong = fault(answer, row, spec)
                 if wrong is None and head is not None:
-                    wrong = choice_fault(found, head, spec.torch_dtype)
+                    wrong = choice_fault(answer, head, spec.torch_dtype)
                 if wrong is not None and not config.skip_bad_rows:
                     raise StoreError(
                         f"row {row.row_id}: {wrong}. It was not stored; --skip-bad-rows would count it and go on."
@@ -172,7 +191,7 @@ def _fill(
                 if wrong is not None:
                     outcome.drop(row.row_id, wrong.split(",")[0].split(":")[0], wrong)
                     continue
-                writer.add(to_stored(found, row, spec.torch_dtype))
+                writer.add(to_stored(answer, row, spec.torch_dtype))
                 outcome.stored += 1
                 outcome.tokens += len(row.input_ids)
         if by_id:
@@ -181,53 +200,30 @@ def _fill(
         source.close()
 
 
-def _head(config: ExtractConfig, verifier_config: VerifierConfig) -> VerifierHead | None:
+def _head(config: ExtractConfig, verifier: VerifierConfig) -> VerifierHead | None:
     """The verifier's head, to check outputs with; None where its files are only on the server."""
     try:
-        return load_head(verifier_config).to("cpu", torch.float32)
+        return load_head(verifier).to("cpu", torch.float32)
     except VerifierError:
         if not config.endpoint or config.validate_outputs:
             raise
-        logger.warning(
-            "%s: its head cannot be read here, so outputs are not checked against it", verifier_config.name_or_path
-        )
+        logger.warning("%s: its head cannot be read here, so outputs are not checked against it", verifier.name_or_path)
         return None
 
 
 def _model_name(config: ExtractConfig, prepared: Prepared) -> str:
     made_for = str(prepared.summary["model"])
-    asked = config.model or config.verifier_name_or_path or made_for
-    if asked != made_for:
-        found = tokenizer_sha256(load_tokenizer(asked, config.trust_remote_code))
-        if found != prepared.summary["tokenizer_sha256"]:
-            raise DataError(
-                f"{config.preprocessed_data}: prepared with the tokenizer of {made_for}, which differs from that of "
-                f"{asked}; prepare the data again for this verifier"
-            )
-    return asked
+    name = config.model or config.verifier_name_or_path or made_for
+    sha256 = prepared.summary["tokenizer_sha256"]
+    if name != made_for and tokenizer_sha256(load_tokenizer(name, config.trust_remote_code)) != sha256:
+        raise DataError(
+            f"{config.preprocessed_data}: prepared with the tokenizer of {made_for}, which differs from that of "
+            f"{name}; prepare the data again for this verifier"
+        )
+    return name
 
 
-def _spec(config: ExtractConfig, prepared: Prepared, verifier_config: VerifierConfig) -> StoreSpec:
-    try:
-        weights = fingerprint(verifier_config)
-    except VerifierError:
-        if not config.endpoint:
-            raise
-        weights = ""  # only the server has them
-    return StoreSpec(
-        verifier=verifier_config.name_or_path,
-        verifier_fingerprint=weights,
-        model_type=verifier_config.model_type,
-        num_layers=verifier_config.num_layers,
-        hidden_size=verifier_config.hidden_size,
-        vocab_size=verifier_config.vocab_size,
-        aux_layer_ids=resolve_aux_layer_ids(verifier_config.num_layers, config.target_layer_ids),
-        dtype=verifier_config.dtype if config.dtype == "auto" else config.dtype,
-        tokenizer_sha256=str(prepared.summary["tokenizer_sha256"]),
-    )
-
-
-def _entries(rows: PreparedRows, verifier_config: VerifierConfig) -> list[RowEntry]:
+def _entries(rows: PreparedRows, verifier: VerifierConfig) -> list[RowEntry]:
     """The rows' index entries.
 
     Raises:
@@ -241,10 +237,10 @@ def _entries(rows: PreparedRows, verifier_config: VerifierConfig) -> list[RowEnt
                 raise DataError(f"row id {row.row_id} occurs twice in the prepared data; prepare it again")
             seen.add(row.row_id)
             highest = max(row.input_ids)
-            if highest >= verifier_config.vocab_size or min(row.input_ids) < 0:
+            if highest >= verifier.vocab_size or min(row.input_ids) < 0:
                 raise DataError(
-                    f"row {row.row_id}: token id {highest} is beyond the vocabulary of {verifier_config.name_or_path} "
-                    f"({verifier_config.vocab_size} rows); prepare the data with this verifier's tokenizer"
+                    f"row {row.row_id}: token id {highest} is beyond the vocabulary of {verifier.name_or_path} "
+                    f"({verifier.vocab_size} rows); prepare the data with this verifier's tokenizer"
                 )
             entries.append(RowEntry.of(row))
             meter.advance(1)
@@ -274,17 +270,11 @@ def _reasons(outcome: Outcome) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in outcome.reasons.most_common()) or "nothing came"
 
 
-# ---- What must hold of a row's states before they may be stored.
-
-
-_CHUNK = 256  # label positions whose logits over the whole vocabulary are held at once
-
-
-def fault(found: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
+def fault(answer: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
     """Compare a source's answer with the row it is for.
 
     Args:
-        found: the answer.
+        answer: the source's.
         row: the row that was asked for.
         spec: the store's.
 
@@ -292,14 +282,13 @@ def fault(found: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
         None, or what is wrong: other ids (with the first index that differs), another number of states than tokens,
         another width, NaN or infinity.
     """
-    if found.input_ids != row.input_ids:
-        pairs = zip(found.input_ids, row.input_ids)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found.input_ids), len(row.input_ids)))
+    if answer.input_ids != row.input_ids:
+        first = first_difference(answer.input_ids, row.input_ids)
         return f"the verifier read other token ids, first at index {first}"
     num_tokens, width = len(row.input_ids), spec.hidden_size
     for name, states, columns in (
-        ("aux_states", found.aux_states, width * len(spec.aux_layer_ids)),
-        ("last_states", found.last_states, width),
+        ("aux_states", answer.aux_states, width * len(spec.aux_layer_ids)),
+        ("last_states", answer.last_states, width),
     ):
         if tuple(states.shape) != (num_tokens, columns):
             return f"{name} have shape {list(states.shape)}, expected {[num_tokens, columns]}"
@@ -309,11 +298,11 @@ def fault(found: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
     return None
 
 
-def choice_fault(found: RowStates, head: VerifierHead, dtype: torch.dtype) -> str | None:
+def choice_fault(answer: RowStates, head: VerifierHead, dtype: torch.dtype) -> str | None:
     """Check that head(norm(last_states)) reproduces the verifier's own next-token choice.
 
     Args:
-        found: states with `choice_pos` and `choice_ids`.
+        answer: states with `choice_pos` and `choice_ids`.
         head: from the verifier's files, on any device.
         dtype: in which the verifier computed.
 
@@ -322,10 +311,10 @@ def choice_fault(found: RowStates, head: VerifierHead, dtype: torch.dtype) -> st
         the tolerance is four units in the last place of the largest logit, and 1e-3 of it in float32.
     """
     slack = 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    for start in range(0, len(found.choice_pos), _CHUNK):
-        positions = found.choice_pos[start : start + _CHUNK]
-        ids = torch.tensor(found.choice_ids[start : start + _CHUNK], device=head.weight.device)
-        states = found.last_states[positions].to(head.weight.device)
+    for start in range(0, len(answer.choice_pos), _CHUNK):
+        positions = answer.choice_pos[start : start + _CHUNK]
+        ids = torch.tensor(answer.choice_ids[start : start + _CHUNK], device=head.weight.device)
+        states = answer.last_states[positions].to(head.weight.device)
         logits = head.logits(head.normed(states)).float()
         best, best_ids = logits.max(-1)
         gap = best - logits.gather(-1, ids[:, None])[:, 0]
@@ -339,20 +328,11 @@ def choice_fault(found: RowStates, head: VerifierHead, dtype: torch.dtype) -> st
     return None
 
 
-def to_stored(found: RowStates, row: TokenRow, dtype: torch.dtype) -> StoredRow:
+def to_stored(answer: RowStates, row: TokenRow, dtype: torch.dtype) -> StoredRow:
     """Keep what training reads: all auxiliary states, and last states where a label needs them, in `dtype`."""
     label_pos = torch.tensor(row.label_positions(), dtype=torch.int64)
-    return StoredRow(row, _kept(found.aux_states, dtype), label_pos, _kept(found.last_states[label_pos], dtype))
-
-
-def _kept(states: Tensor, dtype: torch.dtype) -> Tensor:
-    return states.to("cpu", dtype).contiguous()
-
-
-# ---- How large a store will be, said and checked before anything is run.
-
-
-_SPARE_BYTES = 64 << 20  # left free on the disk
+    aux_states = answer.aux_states.to("cpu", dtype).contiguous()
+    return StoredRow(row, aux_states, label_pos, answer.last_states[label_pos].to("cpu", dtype).contiguous())
 
 
 def check_disk(
@@ -391,29 +371,24 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e3:.0f} kB"
 
 
-# ---- Which source of states a job uses. Rows behind the seam know nothing of configs or stores.
-
-
-_CHECKED_TOKENS = 64
-
-
 def open_source(
+    *,
     config: ExtractConfig,
     spec: StoreSpec,
-    verifier_config: VerifierConfig,
+    verifier: VerifierConfig,
     head: VerifierHead | None,
     sample: TokenRow,
-    rank: int = 0,
+    rank: int,
 ) -> StateSource:
     """Open the source that a job asks for.
 
     Args:
         config: `endpoint` and `backend` decide.
         spec: layer ids and dtype.
-        verifier_config: the verifier.
+        verifier: the verifier.
         head: from its files; the Transformers backend proves it on `sample` before the job starts.
         sample: any row.
-        rank: of several processes that make the same store: their files must not be taken for one another's.
+        rank: of several processes that make the same store (0 of one): their files must not be taken for one another's.
 
     Raises:
         PeagleError: the verifier cannot be loaded or reached, or its files do not give its own logits.
@@ -424,7 +399,7 @@ def open_source(
         from peagle.vllm.states import EndpointSource
 
         return EndpointSource(
-            verifier=verifier_config,
+            verifier=verifier,
             aux_layer_ids=spec.aux_layer_ids,
             dtype=spec.dtype,
             servers=config,
@@ -436,7 +411,7 @@ def open_source(
         from peagle.vllm.inprocess import InProcessSource
 
         return InProcessSource(
-            verifier=verifier_config,
+            verifier=verifier,
             aux_layer_ids=spec.aux_layer_ids,
             dtype=spec.dtype,
             folder=folder,
@@ -446,7 +421,7 @@ def open_source(
         )
     from peagle.verifier.local import TransformersSource, TransformersVerifier
 
-    verifier = TransformersVerifier(verifier_config, spec.dtype, config.device)
+    model = TransformersVerifier(verifier, spec.dtype, config.device)
     if head is not None:
-        verifier.check_head(head, sample.input_ids[:_CHECKED_TOKENS])
-    return TransformersSource(verifier, spec.aux_layer_ids, config.batch_size, config.validate_outputs)
+        model.check_head(head, sample.input_ids[:_CHECKED_TOKENS])
+    return TransformersSource(model, spec.aux_layer_ids, config.batch_size, config.validate_outputs)

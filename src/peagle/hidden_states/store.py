@@ -1,36 +1,42 @@
-"""The hidden-state store: a folder of shards, each whole or absent, all made by one verifier with one set of layers."""
+"""The hidden-state store as it is on disk, and its reader: a folder of shards, each whole or absent.
+
+A shard is a safetensors file of whole rows, and beside it the index of those rows with checksums. A shard counts once
+its index exists, and the index is written after the tensors: a run killed in between leaves a file that the next run
+sweeps away. `store.json` says what all rows have in common (`StoreSpec`): one verifier, one set of layers.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import json
 import logging
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from peagle import log
 from peagle.data.records import TokenRow
-from peagle.errors import DiskError, StoreError
-from peagle.files import write_json
+from peagle.errors import StoreError, VerifierError
+from peagle.files import sha256_file, write_json
 from peagle.hidden_states.batch import StoredRow
-from peagle.hidden_states.shards import PARTS, RowEntry, Shard, index_paths, read_index, write_shard
+from peagle.layout.supervision import label_positions
+from peagle.verifier.model_config import VerifierConfig, resolve_aux_layer_ids
+from peagle.verifier.weights import fingerprint
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-FLUSH_EVERY_S = 60.0
-"""A shard is finished after this long even if it is small, so that a slow verifier's work is not lost to a kill."""
-_SPEC_FILE = "store.json"
+PARTS = ("input_ids", "loss_mask", "aux_states", "label_pos", "last_states")
+SPEC_FILE = "store.json"
 _OPEN_SHARDS = 256
+_HEADER_BYTES = 95  # of the safetensors header, per tensor
+_INDEX_BYTES = 370  # of the index, per row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,45 @@ class StoreSpec:
         """`dtype` for torch."""
         return getattr(torch, self.dtype)
 
+    @staticmethod
+    def of(
+        verifier: VerifierConfig,
+        *,
+        aux_layer_ids: Sequence[int] | None,
+        dtype: str,
+        tokenizer_sha256: str,
+        is_served: bool,
+    ) -> StoreSpec:
+        """What a verifier's states will be like.
+
+        Args:
+            verifier: it.
+            aux_layer_ids: ids in any order; None for the default.
+            dtype: "auto" is the verifier's own.
+            tokenizer_sha256: of the tokenizer that made the rows.
+            is_served: whether a server has the weights, so that they need not be on this machine.
+
+        Raises:
+            VerifierError: layer ids that it does not have, or no weights.
+        """
+        try:
+            weights = fingerprint(verifier)
+        except VerifierError:
+            if not is_served:
+                raise
+            weights = ""
+        return StoreSpec(
+            verifier=verifier.name_or_path,
+            verifier_fingerprint=weights,
+            model_type=verifier.model_type,
+            num_layers=verifier.num_layers,
+            hidden_size=verifier.hidden_size,
+            vocab_size=verifier.vocab_size,
+            aux_layer_ids=resolve_aux_layer_ids(verifier.num_layers, aux_layer_ids),
+            dtype=verifier.dtype if dtype == "auto" else dtype,
+            tokenizer_sha256=tokenizer_sha256,
+        )
+
     def check_types(self) -> None:
         """Refuse what no writer wrote.
 
@@ -72,8 +117,11 @@ class StoreSpec:
             raise TypeError(f"dtype is {self.dtype!r}, expected bfloat16, float16 or float32")
 
     def row_bytes(self, entry: RowEntry) -> int:
-        """What a row takes on disk."""
-        return entry.stored_bytes(len(self.aux_layer_ids), self.hidden_size, self.torch_dtype.itemsize)
+        """What a row takes on disk: states, ids, masks, and its share of header and index."""
+        states = entry.num_tokens * len(self.aux_layer_ids) + entry.num_labels
+        tokens = entry.num_tokens * (4 + 1) + entry.num_labels * 4
+        names = len(PARTS) * _HEADER_BYTES + _INDEX_BYTES + len(entry.row_id) + len(entry.source)
+        return states * self.hidden_size * self.torch_dtype.itemsize + tokens + names
 
     def require_same(self, other: StoreSpec, where: Path) -> None:
         """Refuse to mix: `self` is what the store was made for, `other` what is wanted now.
@@ -101,42 +149,155 @@ class StoreSpec:
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowEntry:
+    """A row in a shard's index."""
+
+    row_id: str
+    source: str
+    num_tokens: int
+    num_labels: int
+    next_is_supervised: bool
+    tail_length: int
+    ids_sha256: str
+    """Of the token ids."""
+    mask_sha256: str
+    """Of the loss mask and the two fields above. Both hashes say whether the row is still the one that was prepared."""
+
+    @staticmethod
+    def read(fields: dict[str, Any]) -> RowEntry:
+        """An entry as an index has it.
+
+        Raises:
+            TypeError: a field is missing, unknown or of another type: the index was damaged.
+        """
+        entry = RowEntry(**fields)
+        for name, kind in RowEntry.__annotations__.items():
+            if type(getattr(entry, name)).__name__ != kind:
+                raise TypeError(f"{name} is no {kind}")
+        return entry
+
+    @staticmethod
+    def of(row: TokenRow) -> RowEntry:
+        """The entry that `row` has, or would have."""
+        flags = [*row.loss_mask, int(row.next_is_supervised), row.tail_length]
+        return RowEntry(
+            row_id=row.row_id,
+            source=row.source,
+            num_tokens=len(row.input_ids),
+            num_labels=len(label_positions(row.loss_mask, row.next_is_supervised, row.tail_length)),
+            next_is_supervised=row.next_is_supervised,
+            tail_length=row.tail_length,
+            ids_sha256=_sha256(row.input_ids),
+            mask_sha256=_sha256(flags),
+        )
+
+    def row(self, ids: Tensor, mask: Tensor) -> TokenRow | None:
+        """The row with these tokens and this mask; None if they are not those that were stored."""
+        row = TokenRow(
+            row_id=self.row_id,
+            source=self.source,
+            input_ids=ids.tolist(),
+            loss_mask=mask.tolist(),
+            next_is_supervised=self.next_is_supervised,
+            tail_length=self.tail_length,
+        )
+        return row if RowEntry.of(row) == self else None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a shard's index says."""
+
+    path: Path
+    """The safetensors file."""
+    num_bytes: int
+    sha256: str
+    rows: tuple[RowEntry, ...]
+
+    @property
+    def index_path(self) -> Path:
+        """The JSON file beside it."""
+        return self.path.with_suffix(".json")
+
+    def fault(self) -> str | None:
+        """Compare the file with the index, checksum included: None, or what is wrong. Reads the whole file."""
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            return "is missing"
+        if not self.path.is_file():
+            return "is no file"
+        if size != self.num_bytes:
+            return f"has {size} bytes, expected {self.num_bytes}"
+        return None if sha256_file(self.path) == self.sha256 else "has another checksum than when it was written"
+
+    def index_fault(self) -> str | None:
+        """Compare each entry of the index with the tokens and masks in the file: None, or what is wrong.
+
+        The checksum guards the file; an index that was changed is found only so.
+        """
+        try:
+            with safe_open(self.path, "pt") as handle:
+                if len(handle.keys()) != len(PARTS) * len(self.rows):
+                    return f"holds {len(handle.keys()) // len(PARTS)} rows, its index {len(self.rows)}"
+                for place, entry in enumerate(self.rows):
+                    ids, mask = (handle.get_tensor(f"{name}.{place}") for name in PARTS[:2])
+                    if entry.row(ids, mask) is None:
+                        return f"holds other tokens for row {entry.row_id} than its index says"
+        except (SafetensorError, OSError, ValueError) as error:
+            return f"cannot be read ({error})"
+        return None
+
+
 def read_spec(folder: Path) -> tuple[StoreSpec, bool]:
     """The spec of a store and whether its extraction ran to its end.
 
     Raises:
         StoreError: there is no store, or it is of another format.
     """
-    path = folder / _SPEC_FILE
+    path = folder / SPEC_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise StoreError(f"{folder}: no hidden-state store (no {_SPEC_FILE}); make one with `peagle extract`") from None
+        raise StoreError(f"{folder}: no hidden-state store (no {SPEC_FILE}); make one with `peagle extract`") from None
     except (OSError, ValueError) as error:
         raise StoreError(
             f"{path}: cannot be read ({type(error).__name__}); remove this store, or extract into another folder"
         ) from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(stored, dict) or stored.get("format") != FORMAT:
         raise StoreError(f"{path}: not a store of format {FORMAT}; extract again into another folder")
     try:
-        spec = StoreSpec(**{**found["spec"], "aux_layer_ids": tuple(found["spec"]["aux_layer_ids"])})
+        spec = StoreSpec(**{**stored["spec"], "aux_layer_ids": tuple(stored["spec"]["aux_layer_ids"])})
         spec.check_types()
-        return spec, bool(found["is_complete"])
+        return spec, bool(stored["is_complete"])
     except (KeyError, TypeError) as error:
         raise StoreError(f"{path}: damaged ({error}); extract again into another folder") from None
 
 
 def write_spec(folder: Path, spec: StoreSpec, is_complete: bool) -> None:
     """Write `store.json`."""
-    write_json(
-        folder / _SPEC_FILE,
-        {
-            "format": FORMAT,
-            "last_states": "before the final norm",
-            "is_complete": is_complete,
-            "spec": asdict(spec),
-        },
-    )
+    state = {"format": FORMAT, "last_states": "before the final norm", "is_complete": is_complete}
+    write_json(folder / SPEC_FILE, {**state, "spec": asdict(spec)})
+
+
+def read_index(path: Path) -> Shard:
+    """Read a shard's index.
+
+    Raises:
+        StoreError: it is not one.
+    """
+    try:
+        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        rows = tuple(RowEntry.read(entry) for entry in index["rows"])
+        return Shard(path.with_name(index["file"]), int(index["bytes"]), str(index["sha256"]), rows)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise StoreError(f"{path}: damaged index ({type(error).__name__}); run `peagle extract` again") from None
+
+
+def index_paths(folder: Path) -> list[Path]:
+    """The indexes in a store, ascending by number."""
+    return sorted(folder.glob("shard-*.json"))
 
 
 class StoreReader:
@@ -165,7 +326,7 @@ class StoreReader:
         shards = [read_index(path) for path in index_paths(folder)]
         for shard in shards:
             if not shard.path.exists() or shard.path.stat().st_size != shard.num_bytes:
-                raise _damaged(shard, shard.fault() or "changed while it was read")
+                raise damaged(shard, shard.fault() or "changed while it was read")
         if not any(shard.rows for shard in shards):
             raise StoreError(f"{folder}: the store holds no rows; run `peagle extract` again")
         if not is_complete:
@@ -195,26 +356,6 @@ class StoreReader:
             raise StoreError(f"{self.folder}: no row {row_id} in the store; run `peagle extract` again") from None
         return shard.rows[place]
 
-    def token_row(self, row_id: str) -> TokenRow:
-        """A row's tokens and mask; no states are read. Checked against its own hashes, not the shard's checksum.
-
-        Raises:
-            StoreError: no such row, or its ids are not those that were stored.
-        """
-        entry = self.entry(row_id)
-        ids, mask = (tensor.tolist() for tensor in self._tensors(row_id, PARTS[:2]))
-        row = TokenRow(
-            row_id=row_id,
-            source=entry.source,
-            input_ids=ids,
-            loss_mask=mask,
-            next_is_supervised=entry.next_is_supervised,
-            tail_length=entry.tail_length,
-        )
-        if RowEntry.of(row) != entry:
-            raise _damaged(self._places[row_id][0], f"holds other tokens for row {row_id} than its index says")
-        return row
-
     def read(self, row_id: str) -> StoredRow:
         """A row with its states.
 
@@ -223,20 +364,26 @@ class StoreReader:
         Raises:
             StoreError: no such row, a damaged shard (named), or NaN or infinity in the states (the row is named).
         """
-        row = self.token_row(row_id)
-        shard = self._places[row_id][0]
+        # 1. the row's tokens, against their own hashes
+        entry = self.entry(row_id)
+        shard, place = self._places[row_id]
+        row = entry.row(*self._tensors(shard, place, PARTS[:2]))
+        if row is None:
+            raise damaged(shard, f"holds other tokens for row {row_id} than its index says")
+        # 2. its states, in a shard that is whole
         if shard.path not in self._verified:
             fault = shard.fault()
             if fault:
-                raise _damaged(shard, fault)
+                raise damaged(shard, fault)
             self._verified.add(shard.path)
-        aux, label_pos, last = self._tensors(row_id, PARTS[2:])
-        entry, width = shard.rows[self._places[row_id][1]], self.spec.hidden_size
+        aux, label_pos, last = self._tensors(shard, place, PARTS[2:])
+        # 3. which are what the spec says, and finite
+        width = self.spec.hidden_size
         shapes = (entry.num_tokens, len(self.spec.aux_layer_ids) * width), (entry.num_labels, width)
         is_same_dtype = {aux.dtype, last.dtype} == {self.spec.torch_dtype}
         if (tuple(aux.shape), tuple(last.shape)) != shapes or not is_same_dtype:
             raise StoreError(
-                f"{shard.path}: row {row_id}: states of shape {list(aux.shape)} in {aux.dtype}, {_SPEC_FILE} asks for "
+                f"{shard.path}: row {row_id}: states of shape {list(aux.shape)} in {aux.dtype}, {SPEC_FILE} asks for "
                 f"{list(shapes[0])} in {self.spec.torch_dtype}; one of the two is of another store: extract again into "
                 "another folder"
             )
@@ -249,8 +396,7 @@ class StoreReader:
             self._finite.add(row_id)
         return StoredRow(row, aux, label_pos.to(torch.int64), last)
 
-    def _tensors(self, row_id: str, names: Sequence[str]) -> list[torch.Tensor]:
-        shard, place = self._places[row_id]
+    def _tensors(self, shard: Shard, place: int, names: Sequence[str]) -> list[Tensor]:
         try:
             with self._lock:
                 handle = self._open.get(shard.path)
@@ -260,142 +406,15 @@ class StoreReader:
                     handle = self._open[shard.path] = safe_open(shard.path, "pt")
             return [handle.get_tensor(f"{name}.{place}") for name in names]
         except (SafetensorError, OSError) as error:
-            raise _damaged(shard, f"cannot be read ({error})") from None
+            raise damaged(shard, f"cannot be read ({error})") from None
 
 
-class StoreWriter:
-    """Adds rows to a store, a shard at a time, written by a thread while the next one fills.
-
-    Use as a context manager: leaving it writes what is pending, unless the disk is full. Only one writer at a time.
-    """
-
-    def __init__(self, folder: Path, spec: StoreSpec, shard_bytes: int, lock: Any, shards: list[Shard]) -> None:
-        self.folder, self.spec = folder, spec
-        self.entries = {entry.row_id: entry for shard in shards for entry in shard.rows}
-        """Rows that are in the store, pending ones included."""
-        self._shard_bytes, self._lock = shard_bytes, lock
-        self._number = max((int(shard.path.stem.split("-")[1]) for shard in shards), default=-1) + 1
-        self._pending: list[StoredRow] = []
-        self._pending_bytes = 0
-        self._last_flush_s = time.monotonic()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="peagle-store")
-        self._writing: Future[Shard] | None = None
-
-    @staticmethod
-    def open(folder: Path, spec: StoreSpec, shard_bytes: int) -> StoreWriter:
-        """Create a store, or open one to go on: every shard is verified, damaged ones are named and removed.
-
-        Raises:
-            StoreError: the store was made for something else, or another process is writing it.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115 (held until the writer closes)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise StoreError(f"{folder}: another process is extracting into this store") from None
-        except OSError as error:  # a network disk without locks: nothing keeps a second writer away
-            logger.debug("%s: no locks on this disk (%s)", folder, error)
-        try:
-            if (folder / _SPEC_FILE).exists():
-                read_spec(folder)[0].require_same(spec, folder)
-            elif index_paths(folder):
-                raise StoreError(
-                    f"{folder}: shards without {_SPEC_FILE}, which says of which verifier and layers they are; put it "
-                    "back, remove the folder, or choose another --output"
-                )
-            write_spec(folder, spec, is_complete=False)
-            return StoreWriter(folder, spec, shard_bytes, lock, _sound_shards(folder))
-        except BaseException:
-            lock.close()
-            raise
-
-    def add(self, stored: StoredRow) -> None:
-        """Add a row; its states are on the CPU, in the spec's dtype. Blocks while an earlier shard is being written.
-
-        Raises:
-            DiskError: an earlier shard could not be written.
-            ValueError: the row is already there, or its shapes or dtype are not the spec's.
-        """
-        entry = RowEntry.of(stored.row)
-        if entry.row_id in self.entries:
-            raise ValueError(f"row {entry.row_id} is already in the store")
-        width = len(self.spec.aux_layer_ids) * self.spec.hidden_size
-        expected = ((entry.num_tokens, width), (entry.num_labels, self.spec.hidden_size))
-        if (tuple(stored.aux_states.shape), tuple(stored.last_states.shape)) != expected:
-            raise ValueError(f"row {entry.row_id}: states of shape {stored.aux_states.shape}, expected {expected}")
-        if {stored.aux_states.dtype, stored.last_states.dtype} != {self.spec.torch_dtype}:
-            raise ValueError(f"row {entry.row_id}: states are not {self.spec.dtype}")
-        self._pending.append(stored)
-        self._pending_bytes += self.spec.row_bytes(entry)
-        self.entries[entry.row_id] = entry
-        is_late = time.monotonic() - self._last_flush_s > FLUSH_EVERY_S
-        if self._pending_bytes >= self._shard_bytes or is_late:
-            self.flush()
-
-    def flush(self) -> None:
-        """Hand the pending rows to the writing thread, after the shard before them is on the disk."""
-        self._wait()
-        if self._pending:
-            self._writing = self._thread.submit(write_shard, self.folder, self._number, self._pending)
-            self._number += 1
-        self._pending, self._pending_bytes, self._last_flush_s = [], 0, time.monotonic()
-
-    def finish(self) -> None:
-        """Write everything and mark the store complete."""
-        self.flush()
-        self._wait()
-        write_spec(self.folder, self.spec, is_complete=True)
-
-    def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def __enter__(self) -> StoreWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if not isinstance(error, DiskError):
-                self.flush()
-                self._wait()
-        finally:
-            self._thread.shutdown()
-            self._lock.close()
+def _sha256(values: list[int]) -> str:
+    """SHA-256 of whole numbers as little-endian int64, in hexadecimal: the identity of a tokenized row."""
+    return hashlib.sha256(np.asarray(values, dtype="<i8").tobytes()).hexdigest()
 
 
-def _sound_shards(folder: Path) -> list[Shard]:
-    """The shards that are whole. What is not is named and removed; leftovers of a killed run are removed."""
-    sound = []
-    paths = index_paths(folder)
-    with log.progress("verify", len(paths), "shards") as meter:
-        for path in paths:
-            try:
-                shard = read_index(path)
-                fault = shard.fault() or shard.index_fault()
-            except StoreError:
-                shard, fault = Shard(path.with_suffix(".safetensors"), 0, "", ()), "has a damaged index"
-            if fault is None:
-                sound.append(shard)
-            else:
-                logger.warning("%s %s: its rows are made again", shard.path, fault)
-                path.unlink()
-                if shard.path.is_dir():
-                    raise StoreError(f"{shard.path} {fault}; remove that folder and run the same command again")
-                shard.path.unlink(missing_ok=True)
-            meter.advance(1)
-    known = {shard.path for shard in sound}
-    for leftover in [*folder.glob("shard-*.safetensors"), *folder.glob(".shard-*.tmp")]:
-        if leftover not in known:
-            leftover.unlink()
-    return sound
-
-
-def _damaged(shard: Shard, fault: str) -> StoreError:
+def damaged(shard: Shard, fault: str) -> StoreError:
     return StoreError(f"{shard.path} {fault}; run the same `peagle extract` again: it re-makes this shard's rows")
 
 

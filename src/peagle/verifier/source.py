@@ -115,6 +115,11 @@ class RowAnswer:
     """What the server rendered; None if the prompt's own ids were sent."""
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Index of the first ids that differ; where one begins with the other, the length of the shorter."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
 class AnswerSource(Protocol):
     """Something that answers prompts. The settings (lengths, eos, sampling, tail) were given when it was made."""
 

@@ -18,7 +18,7 @@ from peagle.config import ServerSettings
 from peagle.data import Conversation
 from peagle.errors import EndpointError
 from peagle.verifier.model_config import VerifierConfig
-from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer, RowRefused
+from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer, RowRefused, first_difference
 from peagle.vllm.client import REFUSALS_THAT_STOP, Endpoint, EndpointPool, RowRefusedError, in_parallel
 
 logger = logging.getLogger(__name__)
@@ -77,10 +77,7 @@ class EndpointAnswers:
             if theirs is None:
                 logger.debug("%s: does not say how it renders a chat", endpoint.root_url)
             elif theirs != prompt_ids:
-                place = next((i for i, (a, b) in enumerate(zip(theirs, prompt_ids)) if a != b), None)
-                where = (
-                    f"from token {place} on" if place is not None else f"{len(theirs)} tokens, not {len(prompt_ids)}"
-                )
+                where = f"from token {first_difference(theirs, prompt_ids)} on"
                 logger.warning(
                     "%s renders %s otherwise than the template in use here (%s): those who chat with it send other "
                     "prompts. Answer with the server's template (--chat-template FILE), or serve with this one",

@@ -30,7 +30,7 @@ from peagle.data.records import TokenRow
 from peagle.errors import DiskError, EndpointError, PeagleError
 from peagle.files import is_disk_full
 from peagle.verifier.model_config import VerifierConfig
-from peagle.verifier.source import RowRefused, RowStates
+from peagle.verifier.source import RowRefused, RowStates, first_difference
 from peagle.vllm.client import REFUSALS_THAT_STOP, Endpoint, EndpointPool, RowRefusedError, ServedModel, in_parallel
 
 logger = logging.getLogger(__name__)
@@ -377,7 +377,7 @@ def row_states(
     """
     sent, read, states = row.input_ids, served.token_ids, served.hidden_states
     if read != sent:
-        first = next((i for i, (a, b) in enumerate(zip(sent, read)) if a != b), min(len(sent), len(read)))
+        first = first_difference(sent, read)
         detail = (
             f"the server read {len(read)} ids, {len(sent)} were sent; first difference at index {first} (sent "
             f"{sent[first : first + 1]}, read {read[first : first + 1]})"

@@ -11,7 +11,7 @@ in-process `LLM` never makes. This one writes in the step that computes the prom
 3. a writer thread writes one safetensors file aside and renames it (`peagle_vllm_writer`).
 
 A request asks for its states with `kv_transfer_params: {"hidden_states_name": NAME}`; others are served as usual. The
-answer carries `kv_transfer_params`: the file, and what the server is (`_server_record`). A write that fails leaves `NAME.error`
+answer carries `kv_transfer_params`: the file, and what the server is (`_server`). A failed write leaves `NAME.error`
 beside, and is also reported in later answers (`failed_writes`), for a disk too full even for that. A request aborted
 after its file was written takes the file with it.
 
@@ -99,7 +99,7 @@ class PeagleHiddenStates(KVConnectorBase_V1, SupportsHMA):
         self._layer_ids = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
         if self._layer_ids != sorted(set(self._layer_ids)):
             raise ValueError(f"layer ids {self._layer_ids} must ascend: models emit them in that order")
-        self._server_record = _server_record(vllm_config, self._layer_ids)
+        self._server = _server(vllm_config, self._layer_ids)
         self._group, self._block_size = _find_group(kv_cache_config)
         # scheduler side
         self._open: dict[str, Any] = {}  # request id -> request whose prompt is not complete
@@ -174,7 +174,7 @@ class PeagleHiddenStates(KVConnectorBase_V1, SupportsHMA):
             self._discard.append(name)  # nobody will come for it
         if name is None and refused is None and not was_open:
             return False, None
-        answer = dict(self._server_record)
+        answer = dict(self._server)
         if name is not None:
             answer["hidden_states_path"] = states_path(self._folder, name)
             answer["num_tokens"] = len(request.prompt_token_ids)
@@ -296,7 +296,7 @@ def _gather_blocks(cache: torch.Tensor, block_ids: list[int], rows: torch.Tensor
         rows[begin:end].copy_(part[: end - begin], non_blocking=True)
 
 
-def _server_record(vllm_config: Any, layer_ids: list[int]) -> dict[str, Any]:
+def _server(vllm_config: Any, layer_ids: list[int]) -> dict[str, Any]:
     """What each answer says about the server, so that a client can tell that it talks to the model it means."""
     model = vllm_config.model_config
     return {
