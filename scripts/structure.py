@@ -120,7 +120,8 @@ class Trace:
 
 def batch_files(folder: Path) -> set[str]:
     """The files that one batch passes through from the store to its gradients, in `fit` after a first step."""
-    from peagle.hidden_states.store import StoreReader, StoreSpec, StoreWriter
+    from peagle.hidden_states.store import StoreReader, StoreSpec
+    from peagle.hidden_states.writer import StoreWriter
     from peagle.train.loop import fit
     from peagle.train.sources import StoreRows
     from tests.train import problem
@@ -160,9 +161,7 @@ def token_files() -> set[str]:
     torch.manual_seed(0)
     model = tiny_model("qwen3")
     drafter = random_drafter(model)
-    engine = Engine(
-        model, drafter, num_speculative_tokens=3, eos_token_ids=(), sampling=Sampling(), batch_size=1
-    )
+    engine = Engine(model, drafter, num_speculative_tokens=3, eos_token_ids=(), sampling=Sampling(), batch_size=1)
     with Trace({ENGINE_PASS: ENGINE_PASS}) as trace:
         engine.generate([Request([5, 6, 7, 8], 12)])
     passes = [files for _, files in trace.closed]
