@@ -10,14 +10,14 @@ from peagle.cli.main import main
 from peagle.data.config import PrepareConfig
 from peagle.data.prepare import prepare
 from peagle.data.prepared import load_prepared
+from peagle.engine import Engine, Request, Sampling
 from peagle.errors import ConfigError, DataError, EndpointError
 from peagle.regenerate import run as regenerate_module
 from peagle.regenerate.config import RegenerateConfig
-from peagle.regenerate.generation import generate
 from peagle.regenerate.run import regenerate, reply_text
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
-from peagle.verifier.source import Generation, GenerationSettings, RowAnswer, RowRefused
+from peagle.verifier.source import Generation, RowAnswer, RowRefused
 from tests import fakes
 
 PROMPTS = [f"question {'x' * n} number {n}" for n in (1, 9, 4, 7, 2, 12, 3, 8)]
@@ -87,14 +87,14 @@ def test_answers_are_the_verifiers_greedy_ones_with_their_prompts(tmp_path, veri
     assert regenerate(config(verifier, prompt_file(tmp_path / "p.jsonl"), output)) == 0
     records = read(output)
     tokenizer = fakes.byte_tokenizer()
-    model = TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu")
+    model = TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu").model
+    engine = Engine(model, None, 0, [2], Sampling(), 1)
     assert [record["messages"][0]["content"] for record in records] == PROMPTS
     for record in records[:3]:
         prompt = tokenizer.apply_chat_template(
             record["messages"][:1], add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        settings = GenerationSettings(max_new_tokens=8, eos_ids=(2,), temperature=0.0, top_p=1.0, tail_tokens=0)
-        ((_, alone),) = generate(model, [prompt], settings, [0], 1)
+        (alone,) = engine.generate([Request(prompt, 8)])
         assert record["input_ids"] == prompt + alone.ids
         assert record["loss_mask"] == [0] * len(prompt) + [1] * len(alone.ids)
         assert record["finish_reason"] == alone.finish_reason

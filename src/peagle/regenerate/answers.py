@@ -1,19 +1,21 @@
-"""Answers of a verifier in this process: the source behind `peagle regenerate` by default."""
+"""Answers of a verifier in this process, by the engine without a drafter: what `peagle regenerate` uses by default."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-from peagle.regenerate.generation import generate
+from peagle.config import Sampling
+from peagle.engine import Engine, Request
 from peagle.verifier.local import TransformersVerifier
-from peagle.verifier.source import GenerationSettings, Prompt, RowAnswer, RowRefused
+from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer, RowRefused
 
 
-class TransformersAnswers:
-    """Answers prompts of like length together, in this process.
+class EngineAnswers:
+    """Answers prompts of like length together. An `AnswerSource`.
 
-    The groups depend on the whole job: a resumed greedy job gives the bits of an uninterrupted one.
+    The groups depend on the whole job: a resumed greedy job gives the bits of an uninterrupted one. Sampled answers
+    depend on their prompt's seed, not on their group.
 
     Args:
         verifier: the model.
@@ -22,12 +24,16 @@ class TransformersAnswers:
     """
 
     def __init__(self, verifier: TransformersVerifier, settings: GenerationSettings, batch_size: int) -> None:
-        self._verifier, self._settings, self._batch_size = verifier, settings, batch_size
+        sampling = Sampling(temperature=settings.temperature, top_p=settings.top_p)
+        self._engine = Engine(verifier.model, None, 0, settings.eos_ids, sampling, batch_size)
+        self._past_the_end = Engine(verifier.model, None, 0, (), sampling, batch_size)
+        self._settings, self._batch_size = settings, batch_size
+        self._max_tokens = verifier.verifier_config.max_position_embeddings
 
     @property
     def max_tokens(self) -> int:
         """The verifier's own limit."""
-        return self._verifier.verifier_config.max_position_embeddings
+        return self._max_tokens
 
     def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[RowAnswer | RowRefused]:
         """See `AnswerSource.answers`; refuses no row."""
@@ -36,10 +42,34 @@ class TransformersAnswers:
             group = [prompts[i] for i in order[start : start + self._batch_size]]
             if wanted.isdisjoint(prompt.row_id for prompt in group):
                 continue
-            ids, seeds = [prompt.input_ids for prompt in group], [prompt.seed for prompt in group]
-            for place, generation in generate(self._verifier, ids, self._settings, seeds, self._batch_size):
-                if group[place].row_id in wanted:
-                    yield RowAnswer(group[place].row_id, generation)
+            for answer in self._with_tails(group) if self._settings.tail_tokens else self._without_tails(group):
+                if answer.row_id in wanted:
+                    yield answer
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def _without_tails(self, group: Sequence[Prompt]) -> Iterator[RowAnswer]:
+        for place, answer in self._engine.stream(self._requests(group)):
+            yield RowAnswer(group[place].row_id, Generation(answer.ids, answer.finish_reason, []))
+
+    def _with_tails(self, group: Sequence[Prompt]) -> Iterator[RowAnswer]:
+        """A tail is the answer to prompt and answer, without end tokens; so servers are asked for it too."""
+        answers = self._engine.generate(self._requests(group))
+        further = {}
+        for place, (prompt, answer) in enumerate(zip(group, answers)):
+            context = [*prompt.input_ids, *answer.ids]
+            length = min(self._settings.tail_tokens, self._max_tokens - len(context))
+            if length > 0:
+                further[place] = Request(context, length, prompt.seed + 1)
+        tails = dict(zip(further, self._past_the_end.generate(list(further.values()))))
+        for place, (prompt, answer) in enumerate(zip(group, answers)):
+            tail_ids = tails[place].ids if place in tails else []
+            yield RowAnswer(prompt.row_id, Generation(answer.ids, answer.finish_reason, tail_ids))
+
+    def _requests(self, group: Sequence[Prompt]) -> list[Request]:
+        limit = self._settings.max_new_tokens
+        return [
+            Request(prompt.input_ids, min(limit, self._max_tokens - len(prompt.input_ids)), prompt.seed)
+            for prompt in group
+        ]

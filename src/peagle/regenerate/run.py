@@ -17,7 +17,7 @@ from peagle.data.template import template_text, use_template_file
 from peagle.errors import DataError
 from peagle.files import whole_file
 from peagle.regenerate.answer_file import AnswerFile, answer_record
-from peagle.regenerate.answers import TransformersAnswers
+from peagle.regenerate.answers import EngineAnswers
 from peagle.regenerate.config import RegenerateConfig
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
@@ -265,7 +265,7 @@ def _open(
         with contextlib.suppress(UnusableRow):  # said later, with its line
             source.compare_template(first, render_prompt(tokenizer, first))
         return source
-    return TransformersAnswers(TransformersVerifier(verifier, config.dtype, config.device), settings, config.batch_size)
+    return EngineAnswers(TransformersVerifier(verifier, config.dtype, config.device), settings, config.batch_size)
 
 
 def _seed(seed: int, row_id: str) -> int:

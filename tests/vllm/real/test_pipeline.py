@@ -103,9 +103,9 @@ def test_chats_that_the_server_renders_are_the_prompts_that_we_render(runs: Runs
 
 
 def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(runs: Runs) -> None:
-    from peagle.regenerate.generation import generate
+    from peagle.regenerate.answers import EngineAnswers
     from peagle.verifier.local import TransformersVerifier
-    from peagle.verifier.source import GenerationSettings
+    from peagle.verifier.source import GenerationSettings, Prompt
 
     verifier_config = load_verifier_config(str(runs.verifier), False)
     made = records(runs.work / "answers.jsonl")[:6]
@@ -113,11 +113,11 @@ def test_answers_are_the_verifiers_own_and_what_the_limit_cut_is_marked(runs: Ru
         max_new_tokens=NEW_TOKENS, eos_ids=verifier_config.eos_token_ids, temperature=0.0, top_p=1.0, tail_tokens=4
     )
     prompts = [[i for i, m in zip(r["input_ids"], r["loss_mask"]) if not m][: r["loss_mask"].index(1)] for r in made]
-    verifier = TransformersVerifier(verifier_config, "float32", "cpu")
-    ours = generate(verifier, prompts, settings, [0] * len(made), 6)
-    for place, generation in ours:
-        record = made[place]
-        assert record["input_ids"] == [*prompts[place], *generation.ids, *generation.tail_ids]
+    ours = EngineAnswers(TransformersVerifier(verifier_config, "float32", "cpu"), settings, 6)
+    rows = {str(place): Prompt(str(place), ids, 0) for place, ids in enumerate(prompts)}
+    for answer in ours.answers(list(rows.values()), rows.keys()):
+        record, generation = made[int(answer.row_id)], answer.generation
+        assert record["input_ids"] == [*rows[answer.row_id].input_ids, *generation.ids, *generation.tail_ids]
         assert record["finish_reason"] == generation.finish_reason
         assert record["tail_length"] == len(generation.tail_ids)
     assert {record["finish_reason"] for record in records(runs.work / "answers.jsonl")} <= {"stop", "length"}
