@@ -68,7 +68,7 @@ def run_process(command: Sequence[str], lock: int, environment: Mapping[str, str
         command.
     """
     process = subprocess.Popen(
-        command, pass_fds=(lock,), env={**os.environ, **environment}, preexec_fn=_end_with_parent()
+        command, pass_fds=(lock,), env={**os.environ, **environment}, preexec_fn=end_with_parent()
     )
     with _signals_to(process) as passed_on:
         return process.wait() or (-signal.SIGTERM if passed_on else 0)
@@ -78,7 +78,7 @@ class Server:
     """A server process with children of its own."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent())
+        self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent())
 
     def wait_ready(self, address: str, timeout_s: float) -> int:
         """Wait until `address` answers; returns 0, or the status that the server ended with, which is then gone."""
@@ -107,7 +107,7 @@ class Server:
             self._process.wait()
 
 
-def _end_with_parent() -> Callable[[], None] | None:
+def end_with_parent() -> Callable[[], None] | None:
     """What a child runs first, so that it gets SIGTERM when this process dies, however it dies (Linux)."""
     if not sys.platform.startswith("linux"):
         return None

@@ -11,7 +11,7 @@ from peagle.pipeline import doctor as doctor_module
 from peagle.pipeline.config import DoctorConfig
 from peagle.pipeline.doctor import Finding, doctor, examine
 from peagle.verifier.model_config import load_verifier_config
-from peagle.vllm.support import Engine
+from peagle.vllm.support import InstalledVllm
 from tests.fakes import BYTE_VOCABULARY, byte_tokenizer, tiny_verifier
 
 
@@ -116,7 +116,7 @@ def test_what_vllm_lacks_for_a_family_is_said(tmp_path):
     )
     (package / "gemma3.py").write_text("class Gemma3ForCausalLM:\n    pass\n")
     (package / "q.py").write_text("class Qwen3ForCausalLM(SupportsEagle3):\n    pass\n")
-    engine = Engine("0.32.0", "", tmp_path / "vllm")
+    engine = InstalledVllm("0.32.0", "", tmp_path / "vllm")
     gemma = load_verifier_config(str(tiny_verifier(tmp_path / "g", "gemma3_text", tokenizer=byte_tokenizer())), False)
     qwen = load_verifier_config(str(tiny_verifier(tmp_path / "q", "qwen3", tokenizer=byte_tokenizer())), False)
     llama = load_verifier_config(str(tiny_verifier(tmp_path / "l", "llama", tokenizer=byte_tokenizer())), False)
@@ -129,7 +129,7 @@ def test_what_vllm_lacks_for_a_family_is_said(tmp_path):
 def test_an_old_package_and_an_old_vllm_are_failures(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0")
     assert doctor_module._package("torch", (2, 9)).state == "fail"
-    monkeypatch.setattr(doctor_module, "engine_here", lambda: Engine("0.11.0", "", None))
+    monkeypatch.setattr(doctor_module, "engine_here", lambda: InstalledVllm("0.11.0", "", None))
     assert "0.28 is the first" in doctor_module._vllm().message
 
 

@@ -19,10 +19,10 @@ from peagle.serve.config import CheckConfig
 from peagle.serve.files import Findings
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
-from peagle.vllm.support import Engine
+from peagle.vllm.support import InstalledVllm
 from tests.fakes import edit_config, tiny_verifier
 
-VLLM = Engine("0.32.0", "", None)
+VLLM = InstalledVllm("0.32.0", "", None)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def pruned(verifier: Path, tmp_path: Path) -> Path:
     return path
 
 
-def checked(path: Path, engine: Engine | None = VLLM, length: int | None = None) -> Findings:
+def checked(path: Path, engine: InstalledVllm | None = VLLM, length: int | None = None) -> Findings:
     return check_checkpoint(CheckConfig(checkpoint=str(path), max_model_len=length), engine)
 
 
@@ -338,21 +338,21 @@ def test_X11_a_longer_server_is_a_warning(folder: Path) -> None:
 
 @pytest.mark.parametrize(("version", "servable"), [("0.27.1", False), ("0.28.0", True), ("0.32.0+cpu", True)])
 def test_X12_an_older_vllm_is_refused_with_the_version_needed(folder: Path, version: str, servable: bool) -> None:
-    found = checked(folder, engine=Engine(version, "", None))
+    found = checked(folder, engine=InstalledVllm(version, "", None))
     assert found.is_servable is servable
     if not servable:
         assert "0.28 or newer" in str(found.of("error")[0])
 
 
 def test_wrong_sampling_of_the_cpu_build_is_a_warning(folder: Path) -> None:
-    assert "sample wrongly with a drafter" in warnings(folder, engine=Engine("0.32.0+cpu", "", None))
-    assert warnings(folder, engine=Engine("0.32.0+cu130", "", None)) == ""
+    assert "sample wrongly with a drafter" in warnings(folder, engine=InstalledVllm("0.32.0+cpu", "", None))
+    assert warnings(folder, engine=InstalledVllm("0.32.0+cu130", "", None)) == ""
 
 
 def test_X14_an_option_below_its_engine_version_is_a_warning(verifier: Path, tmp_path: Path) -> None:
     drafter = drafter_of(verifier, speculators_model_type="eagle3", mask_token_id=None, norm_before_fc=True)
     drafter_checkpoint.save(drafter, tmp_path / "d", "bfloat16")
-    assert "may ignore norm_before_fc" in warnings(tmp_path / "d", engine=Engine("0.20.0", "", None))
+    assert "may ignore norm_before_fc" in warnings(tmp_path / "d", engine=InstalledVllm("0.20.0", "", None))
     assert warnings(tmp_path / "d") == ""
 
 
@@ -366,7 +366,7 @@ def test_F15_a_family_that_the_engine_lacks_is_said_before_serving(folder: Path,
     models.mkdir(parents=True)
     (models / "registry.py").write_text('_MODELS = {"Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM")}\n')
     (models / "qwen3.py").write_text("class Qwen3ForCausalLM: ...\n")
-    said = warnings(folder, engine=Engine("0.32.0", "", tmp_path / "vllm"))
+    said = warnings(folder, engine=InstalledVllm("0.32.0", "", tmp_path / "vllm"))
     assert "0.32.0 has no EAGLE-3 support in its own Qwen3ForCausalLM" in said
 
 

@@ -12,11 +12,11 @@ from peagle.errors import CheckpointError, ConfigError
 from peagle.serve import launch
 from peagle.serve.launch import ServeConfig, serve, serve_command
 from peagle.vllm.launch import ServerCommand, option
-from peagle.vllm.support import Engine
+from peagle.vllm.support import InstalledVllm
 from tests.fakes import edit_config, tiny_verifier
 from tests.serve.test_check import drafter_of
 
-VLLM = Engine("0.32.0", "/opt/python", None)
+VLLM = InstalledVllm("0.32.0", "/opt/python", None)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def folder(verifier: Path, tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def command(folder: Path, *extra: str, tokens: int | None = None, engine: Engine = VLLM) -> ServerCommand:
+def command(folder: Path, *extra: str, tokens: int | None = None, engine: InstalledVllm = VLLM) -> ServerCommand:
     config = ServeConfig(checkpoint=str(folder), num_speculative_tokens=tokens, extra_args=extra)
     return serve_command(config, folder, engine, False)
 
@@ -48,13 +48,13 @@ def test_X12_a_checkpoint_becomes_a_method_and_a_parallel_flag(folder: Path, ver
     assert made.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     assert option(made.arguments, "--host") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"needs 0\.28"):
-        command(folder, engine=Engine("0.27.0", "", None))
+        command(folder, engine=InstalledVllm("0.27.0", "", None))
 
 
 def test_an_eagle3_checkpoint_is_served_without_the_parallel_flag(verifier: Path, tmp_path: Path) -> None:
     drafter = drafter_of(verifier, speculators_model_type="eagle3", mask_token_id=None)
     drafter_checkpoint.save(drafter, tmp_path / "e", "bfloat16")
-    assert "parallel_drafting" not in str(command(tmp_path / "e", engine=Engine("0.20.0", "p", None)))
+    assert "parallel_drafting" not in str(command(tmp_path / "e", engine=InstalledVllm("0.20.0", "p", None)))
 
 
 def test_X05_the_command_always_passes_the_number_of_tokens(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,8 +31,8 @@ Fault = Callable[["FakeServer", int, dict[str, Any]], tuple[int, dict[str, Any]]
 class FakeServer:
     """Serves until `close`. `fault(server, number, payload)` may answer in its stead: a (status, body), or "drop".
 
-    Attributes set before or between requests: `layer_ids`, `max_model_len`, `verifier_config` (overrides of what the connector
-    says), `write` (replaces the file writer), `requests` (all completions payloads so far).
+    Attributes set before or between requests: `layer_ids`, `max_model_len`, `verifier_config` (overrides of what the
+    connector says), `write` (replaces the file writer), `requests` (all completions payloads so far).
     """
 
     def __init__(self, folder: Path, name: str = "verifier", port: int = 0, fault: Fault | None = None) -> None:

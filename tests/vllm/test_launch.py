@@ -13,10 +13,10 @@ from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm import launch as vllm_launch
 from peagle.vllm.client import normal_url
 from peagle.vllm.launch import LaunchConfig, ServerCommand, launch_command, option, server_url
-from peagle.vllm.support import Engine, detour_arguments, hands_out_states
+from peagle.vllm.support import InstalledVllm, detour_arguments, hands_out_states
 from tests.fakes import tiny_verifier
 
-ENGINE = Engine("0.32.0", "/opt/python", None)
+ENGINE = InstalledVllm("0.32.0", "/opt/python", None)
 
 
 def command(verifier: Path, *extra: str, ids: tuple[int, ...] = ()) -> ServerCommand:
@@ -97,7 +97,7 @@ def test_without_vllm_the_line_says_how_to_get_it(
     assert 'pip install "peagle[vllm]"' in capsys.readouterr().err
 
 
-def fake_package(folder: Path, **classes: str) -> Engine:
+def fake_package(folder: Path, **classes: str) -> InstalledVllm:
     """A vLLM of a few lines: architecture -> the bases of its class."""
     models = folder / "model_executor" / "models"
     models.mkdir(parents=True)
@@ -107,7 +107,7 @@ def fake_package(folder: Path, **classes: str) -> Engine:
     lines += [f"class {name}({bases}): ..." for name, bases in classes.items()]
     (models / "zoo.py").write_text("\n".join(lines))
     (models / "base.py").write_text("from .interfaces import SupportsEagle3\nclass Parent(SupportsEagle3): ...\n")
-    return Engine("0.32.0", "python", folder)
+    return InstalledVllm("0.32.0", "python", folder)
 
 
 def test_F15_families_that_the_engine_cannot_read_get_the_detour_or_a_refusal(tmp_path: Path) -> None:

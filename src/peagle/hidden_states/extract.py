@@ -62,7 +62,7 @@ class PreparedRows(Sequence[TokenRow]):
 
 
 @dataclass
-class Outcome:
+class ExtractOutcome:
     """What became of the rows of a run."""
 
     stored: int = 0
@@ -108,7 +108,7 @@ def extract(config: ExtractConfig) -> int:
         if kept_before:
             logger.info("%d of %d rows are in %s already", kept_before, len(entries), config.output)
         num_bytes = check_disk(spec, entries, missing, config.output, config.max_disk_gb)
-        outcome = Outcome()
+        outcome = ExtractOutcome()
         if missing:
             _fill(
                 config=config,
@@ -153,7 +153,7 @@ def _fill(
     rows: PreparedRows,
     missing: set[str],
     writer: StoreWriter,
-    outcome: Outcome,
+    outcome: ExtractOutcome,
 ) -> None:
     # 1. what can be asked for: rows that are not too long
     head = _head(config, verifier)
@@ -266,7 +266,7 @@ def _missing(entries: Sequence[RowEntry], writer: StoreWriter) -> set[str]:
     return missing
 
 
-def _reasons(outcome: Outcome) -> str:
+def _reasons(outcome: ExtractOutcome) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in outcome.reasons.most_common()) or "nothing came"
 
 

@@ -32,7 +32,7 @@ from peagle.pipeline.plan import RowSizes, drafter_parameters, store_bytes, trai
 from peagle.train.config import TrainConfig
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.special_tokens import eos_ids, load_tokenizer, resolve_mask_token
-from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, engine_here, hands_out_states
+from peagle.vllm.support import MIN_VERSION, InstalledVllm, detour_arguments, engine_here, hands_out_states
 
 State = Literal["ok", "warn", "fail"]
 _MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
@@ -258,7 +258,7 @@ def _mask_token(config: DoctorConfig, verifier: VerifierConfig, tokenizer: Any) 
     return Finding("mask token", "ok", f"{mask.id} ({mask.how})")
 
 
-def serving(verifier: VerifierConfig, engine: Engine | None) -> Finding:
+def serving(verifier: VerifierConfig, engine: InstalledVllm | None) -> Finding:
     """What the installed vLLM lacks for this family of verifiers."""
     if engine is None:
         return Finding("serving", "warn", "vLLM is not installed here, so it is not known whether it takes this family")

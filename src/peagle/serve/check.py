@@ -13,12 +13,12 @@ from peagle.serve.config_rules import check_config
 from peagle.serve.files import Findings, read_checkpoint
 from peagle.serve.tensor_rules import check_tensors
 from peagle.serve.verifier_rules import check_embedding, check_end_tokens, check_engine, check_length, check_verifier
-from peagle.vllm.support import Engine, engine_here
+from peagle.vllm.support import InstalledVllm, engine_here
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-def check_checkpoint(config: CheckConfig, engine: Engine | None) -> Findings:
+def check_checkpoint(config: CheckConfig, engine: InstalledVllm | None) -> Findings:
     """Check a checkpoint for the vLLM that will serve it (None: not known).
 
     Returns:
@@ -49,7 +49,7 @@ def check_checkpoint(config: CheckConfig, engine: Engine | None) -> Findings:
 
 def check(config: CheckConfig) -> int:
     """Check, print, and return the exit status: 0 if it can be served, 1 if not."""
-    engine = engine_here() if config.vllm_version is None else Engine(config.vllm_version, "", None)
+    engine = engine_here() if config.vllm_version is None else InstalledVllm(config.vllm_version, "", None)
     findings = check_checkpoint(config, engine)
     if config.json_output:
         print(json.dumps(findings.to_json(config.checkpoint), indent=2))

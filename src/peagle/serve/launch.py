@@ -14,7 +14,7 @@ from peagle.serve.config_rules import ServedShape, check_config
 from peagle.serve.files import Findings, read_checkpoint
 from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm.launch import ServerCommand, address_arguments, exec_server, option, server_url
-from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, find_engine
+from peagle.vllm.support import MIN_VERSION, InstalledVllm, detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def serve(config: ServeConfig) -> int:
     return 0
 
 
-def serve_command(config: ServeConfig, folder: Path, engine: Engine, trust_remote_code: bool) -> ServerCommand:
+def serve_command(config: ServeConfig, folder: Path, engine: InstalledVllm, trust_remote_code: bool) -> ServerCommand:
     """The command that serves a checkpoint's verifier with it as drafter.
 
     `vllm serve CHECKPOINT` does the same with the checkpoint's own verifier and number of tokens; saying both leaves
@@ -78,7 +78,9 @@ def serve_command(config: ServeConfig, folder: Path, engine: Engine, trust_remot
     return ServerCommand(tuple(arguments), {"VLLM_USE_V2_MODEL_RUNNER": "0"})
 
 
-def speculative_settings(shape: ServedShape, num_speculative_tokens: int | None, engine: Engine) -> dict[str, object]:
+def speculative_settings(
+    shape: ServedShape, num_speculative_tokens: int | None, engine: InstalledVllm
+) -> dict[str, object]:
     """vLLM's method, parallel flag and number of tokens for a checkpoint.
 
     Raises:

@@ -10,7 +10,7 @@ from peagle.serve.config_rules import ServedShape
 from peagle.serve.files import CONFIG, Findings, RawCheckpoint
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.weights import load_embedding
-from peagle.vllm.support import MIN_VERSION, Engine, detour_arguments, needs_detour
+from peagle.vllm.support import MIN_VERSION, InstalledVllm, detour_arguments, needs_detour
 
 MIN_EAGLE3 = (0, 10)
 """First vLLM that reads Speculators' EAGLE-3 checkpoints."""
@@ -111,7 +111,9 @@ def check_embedding(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierCo
         findings.note(name, f"was trained (median cosine with the verifier's {cosine:.2f})")
 
 
-def check_engine(shape: ServedShape, architectures: tuple[str, ...], engine: Engine | None, findings: Findings) -> None:
+def check_engine(
+    shape: ServedShape, architectures: tuple[str, ...], engine: InstalledVllm | None, findings: Findings
+) -> None:
     """Compare with the installed vLLM, or the version asked about."""
     if engine is None:
         findings.note("vLLM", "is not installed here; its version and its support for the verifier were not checked")

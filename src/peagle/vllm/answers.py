@@ -144,7 +144,6 @@ class EndpointAnswers:
             except (KeyError, IndexError, TypeError):
                 ids, reason = None, ""
             if reason in ("abort", "error"):  # a server that stops, or drops a request: a part is no answer
-                self._pool.count_retry()
                 continue
             prompt_ids = answer.body.get("prompt_token_ids") if is_chat else []
             if not isinstance(ids, list) or not ids or not isinstance(prompt_ids, list):

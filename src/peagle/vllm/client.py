@@ -46,7 +46,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """A JSON answer, and the endpoint that gave it."""
 
     body: dict[str, Any]
@@ -211,7 +211,6 @@ class EndpointPool:
         self._gone: dict[Endpoint, float] = {}  # endpoint -> when it was found gone
         self._looked_s: dict[Endpoint, float] = {}
         self._stopped = threading.Event()
-        self.num_retries = 0
 
     def close(self) -> None:
         """End waits and requests; they raise EndpointError."""
@@ -219,7 +218,7 @@ class EndpointPool:
         for endpoint in self.endpoints:
             endpoint.close()
 
-    def post(self, path: str, payload: dict[str, Any]) -> Answer:
+    def post(self, path: str, payload: dict[str, Any]) -> ServerAnswer:
         """Send until an answer comes. The served model's name is filled in.
 
         Raises:
@@ -230,7 +229,9 @@ class EndpointPool:
         while True:
             endpoint = self._take()
             try:
-                return Answer(endpoint.post_once(path, {"model": endpoint.served_name, **payload}), endpoint.root_url)
+                return ServerAnswer(
+                    endpoint.post_once(path, {"model": endpoint.served_name, **payload}), endpoint.root_url
+                )
             except _PassingError as passing:
                 tries += 1
                 if tries > self._servers.max_retries:
@@ -253,12 +254,6 @@ class EndpointPool:
             finally:
                 with self._lock:
                     endpoint.in_flight -= 1
-            self.count_retry()
-
-    def count_retry(self) -> None:
-        """Note that a request is sent again."""
-        with self._lock:
-            self.num_retries += 1
 
     def _take(self) -> Endpoint:
         """The least busy endpoint that is there; waits while none is."""

@@ -11,11 +11,9 @@ from peagle.errors import EndpointError
 _LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _DRAFTS = "vllm:spec_decode_num_drafts"
-_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _GENERATED = "vllm:generation_tokens"
-_COUNTERS = {_DRAFTS, _DRAFT_TOKENS, _ACCEPTED, _PER_POSITION, _GENERATED}
+_COUNTERS = {_DRAFTS, _PER_POSITION, _GENERATED}
 
 
 @dataclass(frozen=True)

