@@ -18,7 +18,7 @@ from peagle.evaluate.results import Outcome, Served, lines
 from peagle.evaluate.served import LoadedServer, ServedDrafter, Streamed, under_load
 from peagle.verifier.source import GenerationSettings, Prompt
 from tests.vllm.fake_vllm import FakeServer
-from tests.vllm.test_endpoint import verifier_config
+from tests.vllm.test_states import verifier_config
 
 GREEDY = GenerationSettings(max_new_tokens=6, eos_ids=(99,), temperature=0.0, top_p=1.0, tail_tokens=0)
 

@@ -15,7 +15,7 @@ from peagle.verifier.source import GenerationSettings, Prompt, RowAnswer, RowRef
 from peagle.vllm.answers import EndpointAnswers
 from tests.fakes import byte_tokenizer, tiny_verifier
 from tests.vllm.fake_vllm import VOCAB, FakeServer
-from tests.vllm.test_endpoint import verifier_config
+from tests.vllm.test_states import verifier_config
 
 
 def quick(server: FakeServer) -> ServerSettings:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -49,13 +49,7 @@ class PreparedRows(Sequence[TokenRow]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> TokenRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TokenRow]: ...
-    def __getitem__(self, index: int | slice) -> TokenRow | Sequence[TokenRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
+    def __getitem__(self, index: Any) -> Any:  # of one row: nobody slices
         if not 0 <= index < self._count:
             raise IndexError(index)
         return self._prepared.row(index)
@@ -108,17 +102,7 @@ def extract(config: ExtractConfig) -> int:
         if kept_before:
             logger.info("%d of %d rows are in %s already", kept_before, len(entries), config.output)
         num_bytes = check_disk(spec, entries, missing, config.output, config.max_disk_gb)
-        outcome = ExtractOutcome()
-        if missing:
-            _fill(
-                config=config,
-                spec=spec,
-                verifier=verifier,
-                rows=rows,
-                missing=missing,
-                writer=writer,
-                outcome=outcome,
-            )
+        outcome = _fill(config, verifier, rows, missing, writer) if missing else ExtractOutcome()
         if not writer.entries:
             raise DataError(f"{config.output}: no row could be stored ({_reasons(outcome)})")
         writer.finish()
@@ -146,17 +130,14 @@ def extract(config: ExtractConfig) -> int:
 
 
 def _fill(
-    *,
-    config: ExtractConfig,
-    spec: StoreSpec,
-    verifier: VerifierConfig,
-    rows: PreparedRows,
-    missing: set[str],
-    writer: StoreWriter,
-    outcome: ExtractOutcome,
-) -> None:
+    config: ExtractConfig, verifier: VerifierConfig, rows: PreparedRows, missing: set[str], writer: StoreWriter
+) -> ExtractOutcome:
+    """Have the missing rows' states made, and store them."""
+    outcome, spec = ExtractOutcome(), writer.spec
     # 1. what can be asked for: rows that are not too long
-    head = _head(config, verifier)
+    head = proving_head(verifier, bool(config.endpoint) and not config.validate_outputs)
+    if head is None:
+        logger.warning("%s: its head cannot be read here, so outputs are not checked against it", verifier.name_or_path)
     source = open_source(config=config, spec=spec, verifier=verifier, head=head, sample=rows[0], rank=0)
     try:
         by_id: dict[str, int] = {}
@@ -198,16 +179,16 @@ def _fill(
             raise StoreError(f"no states came for {len(by_id)} rows (first: {next(iter(by_id))}); run it again")
     finally:
         source.close()
+    return outcome
 
 
-def _head(config: ExtractConfig, verifier: VerifierConfig) -> VerifierHead | None:
-    """The verifier's head, to check outputs with; None where its files are only on the server."""
+def proving_head(verifier: VerifierConfig, is_served: bool) -> VerifierHead | None:
+    """The verifier's head in float32 on the CPU, to prove states with; None where only the server has it."""
     try:
         return load_head(verifier).to("cpu", torch.float32)
     except VerifierError:
-        if not config.endpoint or config.validate_outputs:
+        if not is_served:
             raise
-        logger.warning("%s: its head cannot be read here, so outputs are not checked against it", verifier.name_or_path)
         return None
 
 

@@ -18,10 +18,10 @@ import torch
 
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.records import TokenRow
-from peagle.errors import ConfigError, StoreError, VerifierError
+from peagle.errors import ConfigError, StoreError
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.config import ExtractConfig
-from peagle.hidden_states.extract import choice_fault, fault, open_source, to_stored
+from peagle.hidden_states.extract import choice_fault, fault, open_source, proving_head, to_stored
 from peagle.hidden_states.store import StoreReader, StoreSpec, index_paths, read_index, read_spec
 from peagle.hidden_states.writer import StoreWriter
 from peagle.layout.supervision import Extent, extent
@@ -30,7 +30,7 @@ from peagle.train.config import TrainConfig
 from peagle.train.parallel import World
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.source import RowRefused, RowStates, StateSource
-from peagle.verifier.weights import VerifierHead, load_head
+from peagle.verifier.weights import VerifierHead
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def open_rows(
 
     verifier = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
     verifier = verifier.with_tensor_names(config.verifier_tensors)
-    head = _proving_head(verifier, config)
+    head = proving_head(verifier, bool(config.endpoint))
     request = ExtractConfig.build(
         {
             **{name: getattr(config, name) for name in _SHARED_WITH_EXTRACT},
@@ -210,16 +210,6 @@ def open_rows(
             store.close(index)
 
     return OpenRows(ServedRows(maker, train, window), ServedRows(maker, held_out, window), close, maker.refused)
-
-
-def _proving_head(verifier: VerifierConfig, config: TrainConfig) -> VerifierHead | None:
-    """The verifier's head, to prove the first row's states; None if only the server has it."""
-    try:
-        return load_head(verifier).to(torch.device("cpu"), torch.float32)
-    except VerifierError:
-        if not config.endpoint:
-            raise
-        return None
 
 
 def _fetcher(source: StateSource) -> Callable[[TokenRow], RowStates | RowRefused]:
