@@ -26,7 +26,7 @@ from peagle.train.batches import Pack
 from peagle.train.checkpoints import Keeper
 from peagle.train.loop import FitResult
 from peagle.train.parallel import World
-from tests.train.problem import config, drafter, row, rows, run
+from tests.train.problem import config, drafter, plan, row, rows, run
 
 HOW: dict[str, dict[str, Any]] = {
     "replicated": {"optimizer": "adamw"},
@@ -90,7 +90,7 @@ def uneven(world: World, folder: Path) -> dict[str, Any]:
     made = [*[row(f"r{i}", 30, 3, i) for i in range(6)], silent]
     names = ["r0", "r1", "r2", "r3", "r4", "silent", "r5"]
     with (
-        patch.object(loop, "packs", lambda *_: [Pack((name,), 30) for name in names]),
+        patch.object(loop, "packs", lambda lengths, *_: [Pack((name,), 30) for name in names if lengths]),
         patch.object(loop, "share", lambda group, size: [list(range(r, len(group), size)) for r in range(size)]),
     ):
         model, result = run(config(total_seq_len=32, epochs=2, batch_size=2), [*made], world=world)
@@ -127,7 +127,7 @@ def moments(world: World, folder: Path) -> dict[str, Any]:
         model = drafter()
         choose_trained(model, "all", False)
         masters = Masters(model, torch.float32, None, world, True)
-        return masters, Optimizer(config(optimizer="muon"), masters)
+        return masters, Optimizer(plan(optimizer="muon"), masters)
 
     def sums(optimizer: Optimizer) -> dict[str, str]:
         return {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in optimizer.state()[0].items()}

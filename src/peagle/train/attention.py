@@ -145,7 +145,6 @@ def _flex_base_attention(bounds: list[tuple[int, int]]) -> Callable[[Tensor, Ten
 
     def at_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         num_pairs = q.shape[0]
-        padding = -num_pairs % flex.BLOCK
         if not made:
             position = torch.arange(num_pairs, device=q.device)
             lengths = torch.tensor([b - a for a, b in bounds], device=q.device)
@@ -153,9 +152,8 @@ def _flex_base_attention(bounds: list[tuple[int, int]]) -> Callable[[Tensor, Ten
             dense = None
             if not q.is_cuda:
                 dense = (position[None] <= position[:, None]) & (position[None] >= start[:, None])
-                dense = F.pad(dense, (0, padding))
             made.append((flex.block_mask(position, None, start, 0, num_pairs), dense))
-        return flex.attend(q, _pad(k, padding), _pad(v, padding), *made[0])
+        return flex.attend(q, k, v, *made[0])
 
     return at_once
 

@@ -1,7 +1,10 @@
 """Attention of the two passes by FlexAttention: the mask as a function, its blocks in closed form from the layout.
 
-Compiled on CUDA, once for all lengths. On a CPU the forward is FlexAttention's own, uncompiled; it has no backward
-there, so gradients come from the written-out reference (a check, not a way to train).
+Compiled on CUDA, once for all lengths: queries and keys are padded to whole blocks, at least two of each, so that four
+graphs serve a whole run (base pass and rollouts, with and without gradients). Shorter calls would meet Inductor's
+decoding kernel, which has no configuration for 33 to 127 queries of four heads to a key head (pytorch#185349), and a
+dimension of one block, for which dynamic shapes compile again. On a CPU the forward is FlexAttention's own, uncompiled;
+it has no backward there, so gradients come from the written-out reference (a check, not a way to train).
 """
 
 from __future__ import annotations
@@ -12,9 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
+# Shared memory per block, in bytes, that FlexAttention's own choice of pipeline stages needs at a head size of 128.
+_ROOMY_SHARED_MEMORY = 110_000
+
+
+def padded_length(length: int) -> int:
+    """Rows of a call with `length` of them: whole blocks, at least two."""
+    return max(2 * BLOCK, -(-length // BLOCK) * BLOCK)
 
 
 def key_blocks(
@@ -22,8 +33,9 @@ def key_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Which blocks of keys each block of queries touches: from the ends of its rows alone, no mask is evaluated.
 
-    Keys are the pair slots `first` .. `first + num_keys - 1`, padded to whole blocks, then (with `depth`) the queries'
-    own keys. Queries are sorted by (anchor, depth), so a block of them lies between its first and its last row.
+    Queries are padded by repeating the last. Keys are the pair slots `first` .. `first + num_keys - 1`, padded to whole
+    blocks, then (with `depth`) the queries' own keys. Queries are sorted by (anchor, depth), so a block of them lies
+    between its first and its last row.
 
     Args:
         anchor: pair slot up to which each query sees, ascending, int64, [num_queries].
@@ -37,21 +49,22 @@ def key_blocks(
         Where all is True, some is False.
     """
     num_queries = anchor.numel()
-    begins = torch.arange(0, num_queries, BLOCK, device=anchor.device)
+    begins = torch.arange(0, padded_length(num_queries), BLOCK, device=anchor.device)
+    whole_rows = (begins + BLOCK <= num_queries)[:, None]
+    own = (begins // BLOCK)[None]
     ends = (begins + BLOCK - 1).clamp(max=num_queries - 1)
-    num_base = -(-num_keys // BLOCK)
+    begins = begins.clamp(max=num_queries - 1)
+    num_base = (padded_length(num_keys) if depth is None else -(-num_keys // BLOCK) * BLOCK) // BLOCK
     key_begin = torch.arange(num_base, device=anchor.device)[None] * BLOCK + first
     key_end = key_begin + BLOCK - 1
     lowest, highest = anchor[begins][:, None], anchor[ends][:, None]
     some = (key_begin <= highest) & (key_end >= doc_start[begins][:, None])
     # A short last block of queries or keys is never "all": its padding must stay unseen.
-    whole_rows = (begins + BLOCK <= num_queries)[:, None]
     everything = (key_end <= lowest) & (key_begin >= doc_start[ends][:, None]) & (key_end < first + num_keys)
     everything = everything & whole_rows
     if depth is not None:
         chain_begin = begins - (depth[begins] - 1)
-        own = torch.arange(begins.numel(), device=anchor.device)[None]
-        own_some = (own >= (chain_begin // BLOCK)[:, None]) & (own <= own.t())
+        own_some = (own >= (chain_begin // BLOCK)[:, None]) & (own <= (ends // BLOCK)[:, None])
         some = torch.cat([some, own_some], 1)
         everything = torch.cat([everything, torch.zeros_like(own_some)], 1)
     return some & ~everything, everything
@@ -59,8 +72,8 @@ def key_blocks(
 
 def block_mask(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int) -> BlockMask:
     """FlexAttention's mask for queries over `[pair slots, padding to whole blocks, own keys]`; see `key_blocks`."""
-    base_len = -(-num_keys // BLOCK) * BLOCK
     num_queries = anchor.numel()
+    base_len = padded_length(num_keys) if depth is None else -(-num_keys // BLOCK) * BLOCK
     some, everything = key_blocks(anchor, depth, doc_start, first, num_keys)
     last_query = num_queries - 1
 
@@ -71,16 +84,18 @@ def block_mask(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: i
         if depth is None:
             return context
         other = (key - base_len).clamp(min=0, max=last_query)
-        chain = (key >= base_len) & (anchor[other] == anchor[row]) & (depth[other] <= depth[row])
+        is_own = (key >= base_len) & (key < base_len + num_queries)
+        chain = is_own & (anchor[other] == anchor[row]) & (depth[other] <= depth[row])
         return context | chain
 
-    key_len = base_len + (num_queries if depth is not None else 0)
+    query_len = padded_length(num_queries)
+    key_len = base_len + (query_len if depth is not None else 0)
     return BlockMask.from_kv_blocks(
         *_packed(some),
         *_packed(everything),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=sees,
-        seq_lengths=(num_queries, key_len),
+        seq_lengths=(query_len, key_len),
     )
 
 
@@ -96,6 +111,23 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> Any:
     return torch.compile(flex_attention, dynamic=True, backend=backend)
 
 
+@cache
+def _kernel_options(device: torch.device) -> dict[str, Any] | None:
+    """Fewer pipeline stages on cards with 99 KB of shared memory (L40S, RTX), where the default ones do not fit."""
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return {"num_stages": 2} if shared < _ROOMY_SHARED_MEMORY else None
+
+
+def padded_call(
+    solve: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any
+) -> Tensor:
+    """`solve`, a FlexAttention, over queries and keys padded as `mask` is; [1, heads, num_queries, head_dim]."""
+    (query_len, key_len), num_queries = mask.seq_lengths, q.shape[2]
+    q, k, v = (F.pad(x, (0, 0, 0, rows - x.shape[2])) for x, rows in ((q, query_len), (k, key_len), (v, key_len)))
+    out = solve(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **options)
+    return out[:, :, :num_queries]
+
+
 class _ForwardByFlex(torch.autograd.Function):
     """FlexAttention forward on a CPU; backward through the dense definition."""
 
@@ -103,7 +135,7 @@ class _ForwardByFlex(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v, dense)
         q, k, v = q.detach(), k.detach(), v.detach()
-        return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        return padded_call(flex_attention, q, k, v, mask)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,7 +154,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor | Non
 
     Args:
         q: [num_queries, heads, head_dim].
-        k, v: as the mask lays them out, [num_keys, kv_heads, head_dim].
+        k, v: as the mask orders them, without the padding at the end, [num_keys, kv_heads, head_dim].
         mask: from `block_mask`.
         dense: the same mask written out, bool, [num_queries, num_keys]; needed on a CPU only, for gradients.
 
@@ -131,7 +163,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor | Non
     """
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     if q.is_cuda:
-        out = compiled()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        out = padded_call(compiled(), q, k, v, mask, kernel_options=_kernel_options(q.device))
     else:
         out = _ForwardByFlex.apply(q.contiguous(), k.contiguous(), v.contiguous(), mask, dense)
     return out[0].transpose(0, 1).flatten(1)

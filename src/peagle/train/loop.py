@@ -228,8 +228,9 @@ class _Loop:
             float(ready.error is not None),
             float(interrupt.signal_number or 0),
         ]
-        summed = world.sum(torch.tensor(counts, dtype=torch.float64, device=device)).tolist()
-        *totals, num_tokens, num_failed, num_signals = (int(count) for count in summed)
+        if world.size > 1:
+            counts = world.sum(torch.tensor(counts, dtype=torch.float64, device=device)).tolist()
+        *totals, num_tokens, num_failed, num_signals = (int(count) for count in counts)
         num_supervised = sum(totals)
         if num_failed:
             if self.progress.step:

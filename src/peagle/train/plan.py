@@ -62,6 +62,8 @@ class TrainPlan:
 
     drafter: DrafterConfig
     """The drafter's shape."""
+    is_parallel: bool
+    """P-EAGLE; else EAGLE-3."""
     dtype: torch.dtype
     """Type that the network computes in."""
     step: StepSettings
@@ -108,11 +110,6 @@ class TrainPlan:
     schedule_steps: int
     """Steps of the whole schedule; 0 for as many as the run has."""
 
-    @property
-    def is_parallel(self) -> bool:
-        """P-EAGLE; else EAGLE-3."""
-        return self.drafter.speculators_model_type == "peagle"
-
     def settled(self, config: TrainConfig) -> TrainConfig:
         """The config with what was left open said: for `run.yaml`."""
         decay = self.step.depth_weights[1] if self.num_depths > 1 else config.depth_loss_decay
@@ -131,12 +128,12 @@ def resolve(config: FitConfig, drafter: DrafterConfig, world: World) -> TrainPla
         ConfigError: an attention that this machine or kind of drafter does not have, or a budget that is too small.
     """
     # 1. Rates: see the constants above.
-    is_muon = config.optimizer == "muon"
+    is_muon, is_parallel = config.optimizer == "muon", drafter.speculators_model_type == "peagle"
     lr = config.lr or (_LR_BESIDE_MUON if is_muon else _ADAMW_LR_TIMES_WIDTH / drafter.hidden_size)
     matrix_lr = (config.muon_lr or _MUON_LR_RATIO * lr) if is_muon else lr
     # 2. Depths: the default decay is P-EAGLE's, the steps of an EAGLE-3 chain weigh alike unless a decay was given.
     decay = config.depth_loss_decay
-    if drafter.speculators_model_type == "eagle3" and "depth_loss_decay" not in config.model_fields_set:
+    if not is_parallel and "depth_loss_decay" not in config.model_fields_set:
         decay = 1.0
     # 3. The machine: type, attention, and sizes that fit the budget.
     dtype = _compute_dtype(config, world.device)
@@ -152,6 +149,7 @@ def resolve(config: FitConfig, drafter: DrafterConfig, world: World) -> TrainPla
     )
     return TrainPlan(
         drafter=drafter,
+        is_parallel=is_parallel,
         dtype=dtype,
         step=step,
         num_depths=config.num_depths,
