@@ -18,10 +18,10 @@ from typing import Any
 
 from peagle.config import ServerSettings
 from peagle.data.records import TokenRow
+from peagle.processes import ServerCommand, start, stop, wait_ready
 from peagle.verifier.model_config import load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.source import RowRefused
 from peagle.vllm.client import Endpoint, EndpointPool, in_parallel
-from peagle.vllm.launch import ServerCommand, start, stop, wait_ready
 from peagle.vllm.states import EndpointSource, states_request
 from tests.vllm.support.engines import QUIET, SMALL, free_port, server
 
@@ -138,4 +138,4 @@ def plain_server(verifier: Path, log: Path) -> Iterator[str]:
             wait_ready(process, f"http://127.0.0.1:{port}", 900.0)
             yield f"http://127.0.0.1:{port}"
         finally:
-            stop(process)
+            stop(process, 30.0)

@@ -1,4 +1,4 @@
-"""The processes of a run: its stages and its server, none of which outlives it or works beside a second run."""
+"""Child processes: the stages of a run, and servers. None outlives its parent or works beside a second run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import ctypes
 import fcntl
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from peagle.errors import PeagleError
+from peagle.errors import ConfigError, EndpointError, PeagleError
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_STOP_WAIT_S = 60.0
 _LOCK_WAIT_S = 90.0
 
 
@@ -74,37 +76,96 @@ def run_process(command: Sequence[str], lock: int, environment: Mapping[str, str
         return process.wait() or (-signal.SIGTERM if passed_on else 0)
 
 
-class Server:
-    """A server process with children of its own."""
+@dataclass(frozen=True)
+class ServerCommand:
+    """A command and the environment variables that it needs beyond the caller's."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent())
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
 
-    def wait_ready(self, address: str, timeout_s: float) -> int:
-        """Wait until `address` answers; returns 0, or the status that the server ended with, which is then gone."""
-        until_s = time.monotonic() + timeout_s
-        while time.monotonic() < until_s:
-            status = self._process.poll()
+    def __str__(self) -> str:
+        variables = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.arguments)])
+
+    def full_environment(self) -> dict[str, str]:
+        """The caller's environment with these added."""
+        return {**os.environ, **self.environment}
+
+
+def start(command: ServerCommand, output: Any) -> subprocess.Popen[bytes]:
+    """Start a server in a process group of its own, so that all its processes can be stopped together.
+
+    Args:
+        command: what to run.
+        output: file for stdout and stderr; None leaves them on this process's.
+    """
+    try:
+        return subprocess.Popen(
+            command.arguments,
+            env=command.full_environment(),
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output is not None else None,
+        )
+    except OSError as error:
+        raise ConfigError(f"{command.arguments[0]}: cannot be run ({error.strerror})") from None
+
+
+def stop(process: subprocess.Popen[bytes], wait_s: float) -> None:
+    """Ask a server to stop, with its whole process group; kill what has not gone after `wait_s`."""
+    for signum, patience_s in ((signal.SIGTERM, wait_s), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signum)
+        deadline_s = time.monotonic() + patience_s
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+            if not _group_lives(process.pid):
+                return
+            time.sleep(0.1)
+
+
+def wait_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> None:
+    """Wait until a server answers its health check.
+
+    Raises:
+        EndpointError: it ended first, or time ran out.
+    """
+    started_s = time.monotonic()
+    with httpx.Client(timeout=5.0, trust_env=False) as http:
+        while True:
+            status = process.poll()
             if status is not None:
-                return status or 1
+                raise EndpointError(
+                    f"the server ended with status {status} before it was ready; its own lines above say why"
+                )
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(address, timeout=5).status_code == 200:
-                    return 0
-            time.sleep(1.0)
-        logger.error("%s: not ready after %.0f s", address, timeout_s)
-        return 1
+                if http.get(f"{url}/health").status_code == 200:
+                    return
+            if time.monotonic() - started_s > timeout_s:
+                raise EndpointError(
+                    f"the server was not ready within {timeout_s:g} s; raise --ready-timeout-s if it still loads"
+                )
+            time.sleep(0.5)
 
-    def stop(self) -> None:
-        """Stop it, with all its processes."""
-        if self._process.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(_STOP_WAIT_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+
+def exec_server(command: ServerCommand) -> None:
+    """Become the server: signals, output and exit status are then its own. Does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command.arguments[0], list(command.arguments), command.full_environment())
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def end_with_parent() -> Callable[[], None] | None:

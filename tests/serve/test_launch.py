@@ -9,9 +9,10 @@ import pytest
 from peagle.cli.main import main
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.errors import CheckpointError, ConfigError
+from peagle.processes import ServerCommand
 from peagle.serve import launch
 from peagle.serve.launch import ServeConfig, serve, serve_command
-from peagle.vllm.launch import ServerCommand, option
+from peagle.vllm.launch import option
 from peagle.vllm.support import InstalledVllm
 from tests.fakes import edit_config, tiny_verifier
 from tests.serve.test_check import drafter_of

@@ -9,10 +9,11 @@ import pytest
 
 from peagle.cli.main import main
 from peagle.errors import ConfigError, EndpointError
+from peagle.processes import ServerCommand
 from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm import launch as vllm_launch
 from peagle.vllm.client import normal_url
-from peagle.vllm.launch import LaunchConfig, ServerCommand, launch_command, option, server_url
+from peagle.vllm.launch import LaunchConfig, launch_command, option, server_url
 from peagle.vllm.support import InstalledVllm, detour_arguments, hands_out_states
 from tests.fakes import tiny_verifier
 
@@ -138,7 +139,7 @@ def test_a_server_that_ends_before_it_is_ready_is_an_error_and_one_that_hangs_to
     hangs = vllm_launch.start(ServerCommand((sys.executable, "-c", "import time; time.sleep(60)"), {}), None)
     with pytest.raises(EndpointError, match=r"not ready within 0\.2 s"):
         vllm_launch.wait_ready(hangs, "http://127.0.0.1:9", 0.2)
-    vllm_launch.stop(hangs)
+    vllm_launch.stop(hangs, 30.0)
     assert hangs.poll() is not None
 
 
@@ -152,7 +153,7 @@ def test_stopping_takes_the_children_too(tmp_path: Path) -> None:
     process = vllm_launch.start(ServerCommand((sys.executable, "-c", code), {}), None)
     while not child.exists() or not child.read_text():
         time.sleep(0.05)
-    vllm_launch.stop(process)
+    vllm_launch.stop(process, 30.0)
     state = Path(f"/proc/{child.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 

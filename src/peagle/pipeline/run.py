@@ -15,14 +15,16 @@ import yaml
 from rich.console import Console
 
 from peagle import log
-from peagle.errors import ConfigError
+from peagle.errors import ConfigError, EndpointError
 from peagle.files import whole_file, write_json
 from peagle.pipeline import plan as plans
 from peagle.pipeline.config import RunConfig
 from peagle.pipeline.recipe import RECIPES, Recipe, Stage, find, read, server_config
-from peagle.processes import Server, run_process, take_lock
+from peagle.processes import ServerCommand, run_process, start, stop, take_lock, wait_ready
 
 logger = logging.getLogger(__name__)
+
+_STOP_WAIT_S = 60.0  # launch-vllm takes up to 40 to stop its own server
 
 
 def run(config: RunConfig) -> int:
@@ -88,12 +90,15 @@ def run_recipe(recipe: Recipe, until: str | None, num_threads: Mapping[str, int]
             # 2. The server, while a stage needs it.
             if stage.uses_server and launch is not None and server is None:
                 settings = _write_settings(recipe, "launch-vllm", launch.model_dump(mode="json", exclude_defaults=True))
-                server = Server([sys.executable, "-m", "peagle", "launch-vllm", "--config", str(settings)])
-                status = server.wait_ready(f"{recipe.server_url}/health", launch.ready_timeout_s)
-                if status:
-                    return _stopped("launch-vllm", status)
+                launching = (sys.executable, "-m", "peagle", "launch-vllm", "--config", str(settings))
+                server = start(ServerCommand(launching, {}), None)
+                try:
+                    wait_ready(server, recipe.server_url, launch.ready_timeout_s)
+                except EndpointError as error:
+                    logger.error("%s", error)
+                    return _stopped("launch-vllm", server.poll() or 1)
             elif server is not None and not any(later.uses_server for later in todo[index:]):
-                server.stop()
+                stop(server, _STOP_WAIT_S)
                 server = None
             # 3. The stage itself, and what the next run must know about it.
             state[stage.name] = {"key": step.key, "status": "started"}
@@ -115,7 +120,7 @@ def run_recipe(recipe: Recipe, until: str | None, num_threads: Mapping[str, int]
             num_run += 1
     finally:
         if server is not None:
-            server.stop()
+            stop(server, _STOP_WAIT_S)
         prints.save()
         os.close(lock)
     spent = log.duration(time.monotonic() - began_s)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from peagle.drafter.checkpoint import find
 from peagle.errors import CheckpointError, ConfigError
+from peagle.processes import ServerCommand, exec_server
 from peagle.serve.check import check_checkpoint
 from peagle.serve.config import CheckConfig, ServeConfig
 from peagle.serve.config_rules import ServedShape, check_config
 from peagle.serve.files import Findings, read_checkpoint
 from peagle.verifier.model_config import load_verifier_config
-from peagle.vllm.launch import ServerCommand, address_arguments, exec_server, option, server_url
+from peagle.vllm.launch import address_arguments, option, server_url
 from peagle.vllm.support import MIN_VERSION, InstalledVllm, detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)

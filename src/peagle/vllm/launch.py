@@ -6,20 +6,14 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from peagle.errors import ConfigError, EndpointError
-from peagle.processes import end_with_parent
+from peagle.errors import ConfigError
+from peagle.processes import ServerCommand, start, stop, wait_ready
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.vllm.config import LaunchConfig
 from peagle.vllm.states import IN_FLIGHT
@@ -32,22 +26,6 @@ PLUGIN_FOLDER = Path(__file__).parent / "plugin"
 CONNECTOR, CONNECTOR_MODULE = "PeagleHiddenStates", "peagle_vllm_connector"
 _STOP_WAIT_S = 30.0
 _OURS = ("--speculative-config", "--kv-transfer-config", "--spec-method", "--spec-model", "--spec-tokens")
-
-
-@dataclass(frozen=True)
-class ServerCommand:
-    """A command and the environment variables that it needs beyond the caller's."""
-
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-
-    def __str__(self) -> str:
-        variables = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(self.arguments)])
-
-    def full_environment(self) -> dict[str, str]:
-        """The caller's environment with these added."""
-        return {**os.environ, **self.environment}
 
 
 def extraction_arguments(layer_ids: Sequence[int], folder: Path, num_threads: int, max_bytes: int) -> dict[str, Any]:
@@ -146,27 +124,6 @@ def launch(config: LaunchConfig) -> int:
     return 0  # stopped by a signal
 
 
-def start(command: ServerCommand, output: Any) -> subprocess.Popen[bytes]:
-    """Start a server in a process group of its own, so that all its processes can be stopped together.
-
-    Args:
-        command: what to run.
-        output: file for stdout and stderr; None leaves them on this process's.
-    """
-    try:
-        return subprocess.Popen(
-            command.arguments,
-            env=command.full_environment(),
-            start_new_session=True,
-            preexec_fn=end_with_parent(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT if output is not None else None,
-        )
-    except OSError as error:
-        raise ConfigError(f"{command.arguments[0]}: cannot be run ({error.strerror})") from None
-
-
 @contextlib.contextmanager
 def stopping(process: subprocess.Popen[bytes]) -> Any:
     """Stop a server however the block ends; SIGTERM to this process ends it as Ctrl-C does."""
@@ -184,45 +141,9 @@ def stopping(process: subprocess.Popen[bytes]) -> Any:
     except KeyboardInterrupt:
         logger.info("stopping vLLM")
     finally:
-        stop(process)
+        stop(process, _STOP_WAIT_S)
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask a server to stop, with its whole process group; kill what has not gone after 30 s."""
-    for signum, wait_s in ((signal.SIGTERM, _STOP_WAIT_S), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signum)
-        deadline_s = time.monotonic() + wait_s
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.2)
-            if not _group_lives(process.pid):
-                return
-            time.sleep(0.1)
-
-
-def wait_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> None:
-    """Wait until a server answers its health check.
-
-    Raises:
-        EndpointError: it ended first, or time ran out.
-    """
-    started_s = time.monotonic()
-    with httpx.Client(timeout=5.0, trust_env=False) as http:
-        while True:
-            status = process.poll()
-            if status is not None:
-                raise EndpointError(f"vLLM ended with status {status} before it was ready; its own lines above say why")
-            with contextlib.suppress(httpx.HTTPError):
-                if http.get(f"{url}/health").status_code == 200:
-                    return
-            if time.monotonic() - started_s > timeout_s:
-                raise EndpointError(
-                    f"vLLM was not ready within {timeout_s:g} s; raise --ready-timeout-s if it still loads"
-                )
-            time.sleep(0.5)
 
 
 def option(arguments: Sequence[str], *names: str) -> str | None:
@@ -249,20 +170,3 @@ def server_url(extra: Sequence[str]) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     scheme = "https" if option(extra, "--ssl-keyfile") else "http"
     return f"{scheme}://{host}:{option(extra, '--port') or 8000}"
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def exec_server(command: ServerCommand) -> None:
-    """Become the server: signals, output and exit status are then its own. Does not return."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(command.arguments[0], list(command.arguments), command.full_environment())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from peagle.vllm.launch import stop
+from peagle.processes import stop
 from tests.vllm.support.engines import QUIET, free_port, server
 
 
@@ -83,7 +83,7 @@ class Servers:
 
     def stop(self) -> None:
         if self.process is not None:
-            stop(self.process)
+            stop(self.process, 30.0)
 
 
 def records(path: Path) -> list[dict]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.vllm.launch import ServerCommand, plugin_environment, start, stop, wait_ready
+from peagle.processes import ServerCommand, start, stop, wait_ready
+from peagle.vllm.launch import plugin_environment
 
 QUIET = {
     # Two cores: with more threads per process the CPU kernels starve each other.
@@ -180,7 +181,7 @@ def server(
             wait_ready(process, url, 900.0)
             yield process, url
         finally:
-            stop(process)
+            stop(process, 30.0)
 
 
 def free_port() -> int:
