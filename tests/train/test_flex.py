@@ -101,14 +101,17 @@ def test_flex_equals_sdpa_forward_and_backward(kv_heads):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
-def mask_slots(lengths: tuple[int, ...], num_slots: int | None, seed: int) -> MaskSlots:
-    """The first `num_slots` of a drawn layout over documents of these lengths; None takes all."""
+def mask_slots(lengths: tuple[int, ...], begin: int, num_slots: int | None, seed: int) -> MaskSlots:
+    """`num_slots` (None: all) of a drawn layout over documents of these lengths, from the chain of anchor `begin` on."""
     ids = torch.tensor([d for d, n in enumerate(lengths) for _ in range(n)])
     generators = [torch.Generator().manual_seed(seed + d) for d in range(len(lengths))]
     layout = sample(torch.ones(len(ids), dtype=torch.bool), ids, 3, 0.7, 0.2, generators)
     starts = torch.tensor([sum(lengths[:d]) for d in range(len(lengths))])
-    anchor, depth = layout.anchor_pos[:num_slots], layout.depth[:num_slots]
-    return MaskSlots(anchor=anchor, depth=depth, doc_start=starts[ids[anchor]], first=0, last=int(anchor[-1]) + 1)
+    from_begin = layout.anchor_pos >= begin
+    anchor, depth = layout.anchor_pos[from_begin][:num_slots], layout.depth[from_begin][:num_slots]
+    doc_start = starts[ids[anchor]]
+    first, last = int(doc_start[0]), int(anchor[-1]) + 1
+    return MaskSlots(anchor=anchor, depth=depth, doc_start=doc_start, first=first, last=last)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (8, 2), (4, 4), (7, 1)])
@@ -127,8 +130,9 @@ def test_R07_four_graphs_serve_every_length_with_and_without_gradients(heads, kv
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     torch._dynamo.reset()
     solve = flex.compiled(count)
-    for length, num_slots in [(300, 33), (40, 20), (200, None), (131, 1), (260, 90), (97, 127), (310, 130), (90, 64)]:
-        slots = mask_slots((length, 77), num_slots, length)
+    blocks = [(300, 0, 33), (40, 40, 20), (200, 0, None), (131, 0, 1), (260, 200, 90), (97, 97, 60), (310, 0, 130)]
+    for length, begin, num_slots in blocks:
+        slots = mask_slots((length, 77), begin, num_slots, length)
         position = torch.arange(length)
         base = flex.block_mask(position, None, torch.zeros_like(position), 0, length)
         causal = position[None] <= position[:, None]

@@ -72,24 +72,24 @@ def key_blocks(
 
 def block_mask(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int) -> BlockMask:
     """FlexAttention's mask for queries over `[pair slots, padding to whole blocks, own keys]`; see `key_blocks`."""
-    num_queries = anchor.numel()
+    num_queries, query_len = anchor.numel(), padded_length(anchor.numel())
     base_len = padded_length(num_keys) if depth is None else -(-num_keys // BLOCK) * BLOCK
+    key_len = base_len + (query_len if depth is not None else 0)
     some, everything = key_blocks(anchor, depth, doc_start, first, num_keys)
-    last_query = num_queries - 1
+    # The mask reads padded tensors: one row would be a constant size, for which dynamic shapes compile again.
+    repeated = torch.arange(query_len, device=anchor.device).clamp(max=num_queries - 1)
+    anchor, doc_start = anchor[repeated], doc_start[repeated]
+    depth = None if depth is None else depth[repeated]
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        row = query.clamp(max=last_query)
         pair = key + first
-        context = (key < num_keys) & (pair <= anchor[row]) & (pair >= doc_start[row])
+        context = (key < num_keys) & (pair <= anchor[query]) & (pair >= doc_start[query])
         if depth is None:
             return context
-        other = (key - base_len).clamp(min=0, max=last_query)
-        is_own = (key >= base_len) & (key < base_len + num_queries)
-        chain = is_own & (anchor[other] == anchor[row]) & (depth[other] <= depth[row])
-        return context | chain
+        other = (key - base_len).clamp(min=0)
+        is_own = (key >= base_len) & (other < num_queries)
+        return context | (is_own & (anchor[other] == anchor[query]) & (depth[other] <= depth[query]))
 
-    query_len = padded_length(num_queries)
-    key_len = base_len + (query_len if depth is not None else 0)
     return BlockMask.from_kv_blocks(
         *_packed(some),
         *_packed(everything),
