@@ -1,7 +1,7 @@
 """Rows with their verifier states, packed into one sequence of pair slots. The one place where a shift happens.
 
 A row x_0 .. x_{T-1} gives T-1 pair slots: slot i carries token x_{i+1} and state g_i at rotary position i, predicts
-x_{i+2}, and its target is the verifier's distribution softmax(head(norm(y_{i+1}))). Rows are laid one after another;
+x_{i+2}, and its target is the verifier's distribution softmax(head(norm(y_{i+1}))). Rows follow one another;
 a document id per slot keeps them apart, -1 is padding.
 """
 
@@ -24,7 +24,7 @@ class StoredRow:
     aux_states: Tensor
     """g_i: the states entering the auxiliary layers, concatenated, [num_tokens, num_aux_layers * hidden_size]."""
     label_pos: Tensor
-    """Positions p whose y_p is kept (`TokenRow.label_positions`), ascending, int64, [num_labels]."""
+    """Positions p whose y_p is kept (`layout.supervision.label_positions`), ascending, int64, [num_labels]."""
     last_states: Tensor
     """y_p after the last layer, BEFORE the final norm, [num_labels, hidden_size]."""
 
@@ -68,7 +68,7 @@ class Batch:
 
 
 def pack(rows: list[StoredRow], num_pairs: int | None) -> Batch:
-    """Lay rows one after another.
+    """Put rows one after another.
 
     Args:
         rows: at least one row of at least two tokens.

@@ -134,7 +134,7 @@ def _fill(
 ) -> ExtractOutcome:
     """Have the missing rows' states made, and store them."""
     outcome, spec = ExtractOutcome(), writer.spec
-    # 1. what can be asked for: rows that are not too long
+    # 1. the rows that are not too long
     head = proving_head(verifier, bool(config.endpoint) and not config.validate_outputs)
     if head is None:
         logger.warning("%s: its head cannot be read here, so outputs are not checked against it", verifier.name_or_path)

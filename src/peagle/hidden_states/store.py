@@ -172,9 +172,9 @@ class RowEntry:
             TypeError: a field is missing, unknown or of another type: the index was damaged.
         """
         entry = RowEntry(**fields)
-        for name, kind in RowEntry.__annotations__.items():
-            if type(getattr(entry, name)).__name__ != kind:
-                raise TypeError(f"{name} is no {kind}")
+        for name, type_name in RowEntry.__annotations__.items():
+            if type(getattr(entry, name)).__name__ != type_name:
+                raise TypeError(f"{name} is no {type_name}")
         return entry
 
     @staticmethod
@@ -235,7 +235,7 @@ class Shard:
     def index_fault(self) -> str | None:
         """Compare each entry of the index with the tokens and masks in the file: None, or what is wrong.
 
-        The checksum guards the file; an index that was changed is found only so.
+        The checksum guards the file; only this guards the index.
         """
         try:
             with safe_open(self.path, "pt") as handle:

@@ -206,11 +206,11 @@ def drafter_rope(given: dict[str, Any]) -> dict[str, Any]:
         whole = {key: value for key, value in rope.items() if key not in parts}
         named = parts.get("full_attention") or max(parts.values(), key=lambda part: float(part.get("rope_theta") or 0))
         rope = whole | named
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind in ("mrope", "proportional"):
-        kind = "default"
-    kept = {key: value for key, value in rope.items() if key not in (*_ROPE_KEYS_OF_OTHERS, "rope_type")}
-    return {"rope_type": str(kind), **kept, "rope_theta": float(kept.get("rope_theta") or 10000.0)}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type in ("mrope", "proportional"):
+        rope_type = "default"
+    own = {key: value for key, value in rope.items() if key not in (*_ROPE_KEYS_OF_OTHERS, "rope_type")}
+    return {"rope_type": str(rope_type), **own, "rope_theta": float(own.get("rope_theta") or 10000.0)}
 
 
 def resolve_aux_layer_ids(num_layers: int, given: Sequence[int] | None) -> tuple[int, ...]:
@@ -261,9 +261,9 @@ class _Reader:
             return getattr(self.config, field, None)
         except RuntimeError:  # Transformers >= 5.1x: the field differs by layer and has no single value
             per_layer = self.config.per_layer_config
-            kinds = getattr(self.config, "layer_types", None) or []
+            types = getattr(self.config, "layer_types", None) or []
             last = self.config.num_hidden_layers - 1
-            full = [i for i, kind in enumerate(kinds) if kind == "full_attention"] or [last]
+            full = [i for i, name in enumerate(types) if name == "full_attention"] or [last]
             return getattr(per_layer[full[-1]], field, None)
 
     def first(self, *fields: str, default: Any) -> Any:

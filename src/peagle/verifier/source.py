@@ -32,7 +32,7 @@ class RowStates:
 
 @dataclass(frozen=True)
 class RowRefused:
-    """A row whose states cannot be had. It is named, counted, and tried again by the next run; it stops nothing."""
+    """A row whose states or answer could not be obtained. It is named, counted and tried again by the next run."""
 
     row_id: str
     reason: str

@@ -17,7 +17,7 @@ NEW_TOKEN = "<|MASK|>"
 
 @dataclass(frozen=True)
 class MaskToken:
-    """The mask token and how it was found, so that a run can record both."""
+    """The mask token and how it was chosen, so that a run can record both."""
 
     id: int
     how: str

@@ -56,7 +56,7 @@ _USE_ANOTHER = (
 )
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# What safetensors, torch and pickle raise for a file that is damaged or of another kind.
+# What safetensors, torch and pickle raise for a file that is damaged or of another format.
 _UNREADABLE = (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 _GGUF_NAMES = {
@@ -231,9 +231,9 @@ def _plain(files: TensorFiles, name: str, verifier: VerifierConfig) -> Tensor:
     eight_bit = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     offset = f"{base}.weight_zero_point" in files.names and bool(files.read(f"{base}.weight_zero_point").any())
     if tensor.dtype not in eight_bit or (scale_name is None and tensor.dtype == torch.int8) or offset:
-        kind = verifier.quantization or "unknown"
+        method = f"quantisation: {verifier.quantization or 'unknown'}"
         raise VerifierError(
-            f"{verifier.name_or_path}: {name} is stored as {str(tensor.dtype)[6:]} (quantisation: {kind}){_USE_ANOTHER}"
+            f"{verifier.name_or_path}: {name} is stored as {str(tensor.dtype)[6:]} ({method}){_USE_ANOTHER}"
         )
     values = tensor.to(torch.float32)
     return values if scale_name is None else values * _spread(files.read(scale_name).to(torch.float32), values.shape)
@@ -365,14 +365,14 @@ def gguf_file(name_or_path: str) -> Path | None:
         VerifierError: there are several.
     """
     folder = Path(name_or_path)
-    found = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
-    if not found or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+    files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+    if not files or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
         return None
-    if len(found) > 1:
+    if len(files) > 1:
         raise VerifierError(
-            f"{folder}: {len(found)} GGUF files ({found[0].name}, {found[1].name} ...); keep one of them"
+            f"{folder}: {len(files)} GGUF files ({files[0].name}, {files[1].name} ...); keep one of them"
         )
-    return found[0]
+    return files[0]
 
 
 def _gguf_tensors(path: Path) -> dict[str, Callable[[], Tensor]]:

@@ -1,8 +1,8 @@
 """On-policy answers from served verifiers, for `peagle regenerate --endpoint`.
 
-Prompts go as the token ids that the model's own template gave, or, if asked, as chats that the server renders and says
-how. Answers come back as ids either way: nothing is tokenized twice, and reasoning, tool calls and end tokens stay as
-the verifier wrote them, whatever the server's parsers make of them.
+Prompts go as the token ids that the model's own template gave, or, with `--chat`, as chats that the server renders and
+reports. Answers come back as ids either way: nothing is tokenized twice, and reasoning, tool calls and end tokens stay
+as the verifier wrote them, whatever the server's parsers make of them.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class EndpointAnswers:
             prompt_ids = answer.body.get("prompt_token_ids") if is_chat else []
             if not isinstance(ids, list) or not ids or not isinstance(prompt_ids, list):
                 raise EndpointError(f"{answer.url}: its answers hold no token ids; peagle needs vLLM 0.10.2 or newer")
-            # "tool_calls" is what a tool parser calls an end of its own kind; any other reason is a cut.
+            # "tool_calls" is what a tool parser calls an end; any other reason is a cut.
             ended: Literal["stop", "length"] = "stop" if reason in ("stop", "tool_calls") else "length"
             return _Completion([int(i) for i in ids], ended, [int(i) for i in prompt_ids])
         raise EndpointError(

@@ -101,7 +101,7 @@ class Endpoint:
         Raises:
             EndpointError: unreachable, not ready, not an OpenAI-style server, or no model of that name.
         """
-        asked = self._servers.served_model_name
+        wanted = self._servers.served_model_name
         url = f"{self.root_url}/v1/models"
         try:
             answer = self._http.get(url, timeout=10.0)
@@ -125,10 +125,10 @@ class Endpoint:
             served = []
         if not served:
             raise EndpointError(f"{url}: no list of models there (status {answer.status_code}); is it a vLLM server?")
-        chosen = next((m for m in served if asked is None or asked in (m.name, m.root)), None)
+        chosen = next((m for m in served if wanted is None or wanted in (m.name, m.root)), None)
         if chosen is None:
             names = ", ".join(m.name for m in served)
-            raise EndpointError(f"{self.root_url}: serves {names}, not {asked}")
+            raise EndpointError(f"{self.root_url}: serves {names}, not {wanted}")
         self.served_name = chosen.name
         return chosen
 
@@ -172,13 +172,13 @@ class Endpoint:
             answer = self._http.post(
                 f"{self.root_url}/tokenize", json={"model": self.served_name, **conversation}, timeout=10.0
             )
-            found = answer.json()["tokens"] if answer.status_code == 200 else None
+            ids = answer.json()["tokens"] if answer.status_code == 200 else None
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return None
-        return [int(i) for i in found] if isinstance(found, list) else None
+        return [int(i) for i in ids] if isinstance(ids, list) else None
 
     def post_once(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
-        """One try. Connection losses come out as `httpx.TransportError`, the rest sorted into the kinds above."""
+        """One try. Lost connections come out as `httpx.TransportError`, other trouble as the module says."""
         try:
             answer = self._http.post(self.root_url + path, json=payload)
         except httpx.TimeoutException as error:

@@ -140,7 +140,7 @@ def _version_file(package: Path) -> str:
 def _native_models(package: Path) -> dict[str, tuple[str, str]]:
     """Architecture -> (module, class), from the tables of vLLM's registry."""
     tree = _parse(package / "model_executor" / "models" / "registry.py")
-    found: dict[str, tuple[str, str]] = {}
+    models: dict[str, tuple[str, str]] = {}
     for node in tree.body if tree else []:
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         if not isinstance(value, ast.Dict):
@@ -149,8 +149,8 @@ def _native_models(package: Path) -> dict[str, tuple[str, str]]:
             if isinstance(key, ast.Constant) and isinstance(entry, ast.Tuple) and len(entry.elts) >= 2:
                 parts = [part.value for part in entry.elts[:2] if isinstance(part, ast.Constant)]
                 if len(parts) == 2:
-                    found.setdefault(str(key.value), (str(parts[0]), str(parts[1])))
-    return found
+                    models.setdefault(str(key.value), (str(parts[0]), str(parts[1])))
+    return models
 
 
 @lru_cache(maxsize=1024)
@@ -183,7 +183,7 @@ def _has_interface(package: Path, module: str, name: str, seen: frozenset[tuple[
 
 def _imported_names(tree: ast.Module, module: str) -> dict[str, tuple[str, str]]:
     """Local name -> (module, name there), for imports from vLLM's model files; ("", name) for those from elsewhere."""
-    found: dict[str, tuple[str, str]] = {}
+    imported: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom):
             continue
@@ -196,8 +196,8 @@ def _imported_names(tree: ast.Module, module: str) -> dict[str, tuple[str, str]]
         else:
             home = ""
         for alias in node.names:
-            found[alias.asname or alias.name] = (home, alias.name)
-    return found
+            imported[alias.asname or alias.name] = (home, alias.name)
+    return imported
 
 
 def _module_file(package: Path, module: str) -> Path:

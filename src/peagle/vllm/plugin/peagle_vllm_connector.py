@@ -157,9 +157,9 @@ class PeagleHiddenStates(KVConnectorBase_V1, SupportsHMA):
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
-        found = connector_output.kv_connector_worker_meta
-        if isinstance(found, _Failures):
-            self._failures.extend(found.reasons.items())
+        failures = connector_output.kv_connector_worker_meta
+        if isinstance(failures, _Failures):
+            self._failures.extend(failures.reasons.items())
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -319,9 +319,9 @@ def _find_group(kv_cache_config: Any) -> tuple[int, int]:
     from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
     groups = kv_cache_config.kv_cache_groups
-    found = [index for index, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
-    if not found and len(groups) == 1:
-        found = [0]
-    if len(found) != 1:
+    holding = [index for index, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
+    if not holding and len(groups) == 1:
+        holding = [0]
+    if len(holding) != 1:
         raise ValueError(f"cannot tell which of {len(groups)} cache groups holds the hidden states")
-    return found[0], groups[found[0]].kv_cache_spec.block_size
+    return holding[0], groups[holding[0]].kv_cache_spec.block_size

@@ -142,13 +142,13 @@ class ByteBudget:
         self._limit, self._used, self._changed = limit, 0, threading.Condition()
 
     def acquire(self, num_bytes: int) -> None:
-        """Wait for room, then take it."""
+        """Wait until so many more may be held, then hold them."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + num_bytes <= self._limit)
             self._used += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Give room back."""
+        """Hold so many fewer."""
         with self._changed:
             self._used -= num_bytes
             self._changed.notify_all()
