@@ -99,7 +99,7 @@ MUTATIONS = {
     ),
     "F10": (
         "verifier/model_config.py",
-        '"rope_theta": float(kept.get("rope_theta") or 10000.0)',
+        '"rope_theta": float(own.get("rope_theta") or 10000.0)',
         '"rope_theta": 10000.0',
     ),
     "F13": (
