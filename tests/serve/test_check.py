@@ -125,7 +125,7 @@ def test_X01_another_number_of_aux_layers_needs_its_count_field(verifier: Path, 
     assert checked(path).of("error") == []
     edit_layers(path, num_aux_hidden_states=...)
     if name == "llama":
-        assert "builds this drafter's input layer for 3 verifier layers, it has 4" in errors(path)
+        assert "builds this drafter's input layer for 3 verifier layers, but 4 layer ids" in errors(path)
         assert "fc.weight: is [64, 256], the config makes it [64, 192]" in errors(path)
     else:
         assert errors(path) == ""

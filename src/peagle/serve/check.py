@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +13,7 @@ from peagle.serve.config import CheckConfig
 from peagle.serve.config_rules import check_config
 from peagle.serve.files import Findings, read_checkpoint
 from peagle.serve.tensor_rules import check_tensors
-from peagle.serve.verifier_rules import check_embedding, check_end_tokens, check_engine, check_length, check_verifier
+from peagle.serve.verifier_rules import check_embedding, check_engine, check_verifier
 from peagle.vllm.support import InstalledVllm, engine_here
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -37,11 +38,9 @@ def check_checkpoint(config: CheckConfig, engine: InstalledVllm | None) -> Findi
     architectures = shape.verifier_architectures
     name = config.verifier_name_or_path or shape.verifier
     if config.verifier_check and name:
-        verifier = check_verifier(shape, name, config.trust_remote_code, findings)
+        verifier = check_verifier(raw, shape, name, config, findings)
         if verifier is not None:
             architectures = tuple(verifier.architectures)
-            check_length(shape, verifier, config.max_model_len, findings)
-            check_end_tokens(raw, shape, verifier, findings)
             check_embedding(raw, shape, verifier, findings)
     check_engine(shape, architectures, engine, findings)
     return findings
@@ -52,7 +51,9 @@ def check(config: CheckConfig) -> int:
     engine = engine_here() if config.vllm_version is None else InstalledVllm(config.vllm_version, "", None)
     findings = check_checkpoint(config, engine)
     if config.json_output:
-        print(json.dumps(findings.to_json(config.checkpoint), indent=2))
+        found = [asdict(finding) for finding in findings.found]
+        shown = {"checkpoint": config.checkpoint, "servable": findings.is_servable, "findings": found}
+        print(json.dumps(shown, indent=2))
     else:
         show(findings, config.checkpoint)
     return 0 if findings.is_servable else 1
@@ -66,10 +67,7 @@ def show(findings: Findings, checkpoint: str) -> None:
             line = Text(f"{level:>7}  ", style=_COLOURS[level])
             line.append(str(finding), style="default")
             out.print(line)
-    errors, warnings = len(findings.of("error")), len(findings.of("warning"))
+    numbers = {level: len(findings.of(level)) for level in ("error", "warning")}
+    counted = ", ".join(f"{number} {level}{'' if number == 1 else 's'}" for level, number in numbers.items())
     verdict = "can be served" if findings.is_servable else "cannot be served as it was trained"
-    out.print(f"{checkpoint}: {verdict} ({_counted(errors, 'error')}, {_counted(warnings, 'warning')})")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    out.print(f"{checkpoint}: {verdict} ({counted})")

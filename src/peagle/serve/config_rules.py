@@ -17,16 +17,17 @@ from peagle.serve.files import CONFIG, Findings
 
 ARCHITECTURES = {"peagle": "PEagleDraftModel", "eagle3": "Eagle3DraftModel"}
 _LAYERS = "transformer_layer_config"
-_NUMBERS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-)
+# A size in the layers' section -> its name in `ServedShape`.
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
 _DEFAULT_NUM_AUX = 3
 
 
@@ -61,6 +62,11 @@ class ServedShape:
     dtype: str | None
     """As torch names it: "bfloat16"."""
 
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the draft vocabulary is a part of the verifier's."""
+        return self.draft_vocab_size != self.vocab_size
+
 
 def check_config(config: dict[str, Any], findings: Findings) -> ServedShape | None:
     """Check every field that vLLM reads.
@@ -72,12 +78,13 @@ def check_config(config: dict[str, Any], findings: Findings) -> ServedShape | No
 
 
 class _ConfigCheck:
-    """The checks of one `config.json`; what several of them read stands in `layers` and `kind`."""
+    """The checks of one `config.json`."""
 
     def __init__(self, config: dict[str, Any], findings: Findings) -> None:
         self.config, self.findings = config, findings
-        self.layers: dict[str, Any] = {}
-        self.kind = ""
+        layers = config.get(_LAYERS)
+        self.layers: dict[str, Any] = layers if isinstance(layers, dict) else {}
+        self.kind, self.layer_type = "", ""
 
     def error(self, message: str) -> None:
         self.findings.error(CONFIG, message)
@@ -86,79 +93,66 @@ class _ConfigCheck:
         self.findings.warning(CONFIG, message)
 
     def run(self) -> ServedShape | None:
-        # 1. The kind of drafter and its layers.
-        self.kind = self._kind()
-        layers = self.config.get(_LAYERS)
-        if isinstance(layers, dict):
-            self.layers = layers
-        else:
-            self.error(f"{_LAYERS} is missing: vLLM builds the drafter from it")
-        layer_type = self.layers.get("model_type")
-        if layer_type not in ("llama", "qwen3"):
-            self.error(
-                f"{_LAYERS}.model_type is {layer_type!r}; vLLM serves drafters with layers of type llama or qwen3 only"
-            )
-            layer_type = ""
-        # 2. Its sizes.
-        numbers = {name: self._number(self.layers, name, f"{_LAYERS}.{name}") for name in _NUMBERS}
-        if numbers["num_hidden_layers"] > MAX_LAYERS:
-            self.error(f"{_LAYERS}.num_hidden_layers is {numbers['num_hidden_layers']}, over {MAX_LAYERS}")
-            numbers["num_hidden_layers"] = 0
-        self._heads_and_rope(numbers)
-        self._windows(numbers["num_hidden_layers"])
-        vocab_size = numbers["vocab_size"]
-        draft_vocab_size = self._number(self.config, "draft_vocab_size", "draft_vocab_size")
-        target_hidden_size = self._number(self.config, "target_hidden_size", "target_hidden_size")
-        if draft_vocab_size and vocab_size and draft_vocab_size > vocab_size:
-            self.error(f"draft_vocab_size {draft_vocab_size} exceeds vocab_size {vocab_size}")
-        # 3. What it drafts for, and how.
+        # 1. The kind of drafter, its layers and their sizes.
+        self._types()
+        sizes = {ours: self._number(self.layers, name, f"{_LAYERS}.{name}") for name, ours in _SIZES.items()}
+        sizes |= {name: self._number(self.config, name, name) for name in ("draft_vocab_size", "target_hidden_size")}
+        if sizes["num_layers"] > MAX_LAYERS:
+            self.error(f"{_LAYERS}.num_hidden_layers is {sizes['num_layers']}, over {MAX_LAYERS}")
+            sizes["num_layers"] = 0
+        if sizes["draft_vocab_size"] > sizes["vocab_size"] > 0:
+            self.error(f"draft_vocab_size {sizes['draft_vocab_size']} exceeds vocab_size {sizes['vocab_size']}")
+        self._heads_and_rope(sizes["num_heads"], sizes["num_kv_heads"])
+        self._windows(sizes["num_layers"])
+        # 2. What it drafts for, and how.
         num_speculative_tokens = self._proposal()
-        verifier, architectures = self._verifier()
+        verifier = _at(self.config, "speculators_config", "verifier", "name_or_path")
+        if not isinstance(verifier, str) or not verifier:
+            self.error("speculators_config.verifier.name_or_path is missing: `vllm serve CHECKPOINT` loads it")
+            verifier = ""
+        architectures = _at(self.config, "speculators_config", "verifier", "architectures")
         layer_ids = self._layer_ids()
-        num_aux = self._num_aux(layer_type, layer_ids)
-        mask_token_id = self._mask_token(vocab_size)
-        self._flags()
-        self._ignored()
-        if not (draft_vocab_size and target_hidden_size and self.kind and layer_type and all(numbers.values())):
+        num_aux = self._num_aux(layer_ids)
+        mask_token_id = self._mask_token(sizes["vocab_size"]) if self.kind == "peagle" else None
+        self._switches()
+        if not (self.kind and self.layer_type and all(sizes.values())):
             return None
         dtype = self.config.get("dtype") or self.config.get("torch_dtype")
         return ServedShape(
             kind=self.kind,
-            layer_type=layer_type,
-            hidden_size=numbers["hidden_size"],
-            target_hidden_size=target_hidden_size,
-            intermediate_size=numbers["intermediate_size"],
-            num_layers=numbers["num_hidden_layers"],
-            num_heads=numbers["num_attention_heads"],
-            num_kv_heads=numbers["num_key_value_heads"],
-            head_dim=numbers["head_dim"],
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
+            layer_type=self.layer_type,
             num_aux=num_aux,
             aux_layer_ids=layer_ids,
-            max_position_embeddings=numbers["max_position_embeddings"],
             num_speculative_tokens=num_speculative_tokens,
             mask_token_id=mask_token_id,
             norm_before_fc=bool(self.config.get("norm_before_fc")),
             fc_norm=self.kind == "eagle3" and bool(self.config.get("fc_norm")),
             attention_bias=bool(self.layers.get("attention_bias")),
             verifier=verifier,
-            verifier_architectures=architectures,
+            verifier_architectures=tuple(map(str, architectures or [])),
             dtype=str(dtype).removeprefix("torch.") if dtype else None,
+            **sizes,
         )
 
-    def _kind(self) -> str:
-        kind = self.config.get("speculators_model_type")
+    def _types(self) -> None:
+        kind, named = self.config.get("speculators_model_type"), self.config.get("architectures")
         if kind not in ARCHITECTURES:
             self.error(
                 f"speculators_model_type is {kind!r}; expected peagle or eagle3, which vLLM maps to its methods "
                 "(peagle: eagle3 with parallel drafting)"
             )
-            return ""
-        named = self.config.get("architectures")
-        if named != [ARCHITECTURES[kind]]:
-            self.error(f"architectures is {named!r}; expected [{ARCHITECTURES[kind]!r}] for {kind}")
-        return str(kind)
+        else:
+            self.kind = str(kind)
+            if named != [ARCHITECTURES[kind]]:
+                self.error(f"architectures is {named!r}; expected [{ARCHITECTURES[kind]!r}] for {kind}")
+        if not isinstance(self.config.get(_LAYERS), dict):
+            self.error(f"{_LAYERS} is missing: vLLM builds the drafter from it")
+        layer_type = self.layers.get("model_type")
+        if layer_type in ("llama", "qwen3"):
+            self.layer_type = layer_type
+        else:
+            found = f"{_LAYERS}.model_type is {layer_type!r}"
+            self.error(f"{found}; vLLM serves drafters with layers of type llama or qwen3 only")
 
     def _number(self, holder: dict[str, Any], key: str, name: str) -> int:
         value = holder.get(key)
@@ -170,20 +164,17 @@ class _ConfigCheck:
             self.error(f"{name} is {value!r}; expected a whole number of at least 1")
         return 0
 
-    def _heads_and_rope(self, numbers: dict[str, int]) -> None:
+    def _heads_and_rope(self, heads: int, kv_heads: int) -> None:
         eps = self.layers.get("rms_norm_eps")
         if not isinstance(eps, float) or not 0 < eps < 1:
             self.error(f"{_LAYERS}.rms_norm_eps is {eps!r}; expected a small number, the one trained with")
-        heads, kv_heads = numbers["num_attention_heads"], numbers["num_key_value_heads"]
         if heads and kv_heads and heads % kv_heads:
             self.error(f"{heads} attention heads cannot share {kv_heads} key/value heads")
         rope = self.layers.get("rope_parameters")
         if isinstance(rope, dict) and "rope_theta" in rope:
             if "mrope_section" in rope:
-                self.error(
-                    f"{_LAYERS}.rope_parameters has mrope_section; vLLM's drafters take plain text positions: leave it "
-                    "out"
-                )
+                found = f"{_LAYERS}.rope_parameters has mrope_section"
+                self.error(f"{found}; vLLM's drafters take plain text positions: leave it out")
         elif "rope_theta" in self.layers:
             self.warning(f"{_LAYERS} has the old rope_theta and no rope_parameters; vLLM reads both for now")
         else:
@@ -219,14 +210,6 @@ class _ConfigCheck:
             self.warning(f"{where} has {len(methods)} entries; vLLM reads the first")
         return self._number(methods[0], "speculative_tokens", f"{where}[0].speculative_tokens")
 
-    def _verifier(self) -> tuple[str, tuple[str, ...]]:
-        entry = _at(self.config, "speculators_config", "verifier")
-        name = entry.get("name_or_path") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not name:
-            self.error("speculators_config.verifier.name_or_path is missing: `vllm serve CHECKPOINT` loads it")
-            return "", ()
-        return name, tuple(str(part) for part in entry.get("architectures") or [])
-
     def _layer_ids(self) -> tuple[int, ...]:
         key = "eagle_aux_hidden_state_layer_ids"
         ids = self.config.get(key)
@@ -237,26 +220,21 @@ class _ConfigCheck:
             self.error(f"{key} is {ids}; vLLM lays states out in ascending order: sort, no doubles")
         return tuple(ids)
 
-    def _num_aux(self, layer_type: str, ids: tuple[int, ...]) -> int:
+    def _num_aux(self, ids: tuple[int, ...]) -> int:
         """How many layers vLLM would make `fc` for. Llama drafters do not count the list of ids at the top."""
-        counted = self.layers.get("num_aux_hidden_states")
-        if layer_type == "qwen3" and self.layers.get("num_aux_layers") is not None:
+        counted, is_qwen3 = self.layers.get("num_aux_hidden_states"), self.layer_type == "qwen3"
+        if is_qwen3 and self.layers.get("num_aux_layers") is not None:
             counted = self.layers["num_aux_layers"]
+        found = f"is {counted}"
         if counted is None:
             nested = (self.layers.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-            counted = len(ids) if layer_type == "qwen3" and ids else len(nested) if nested else _DEFAULT_NUM_AUX
-            if ids and counted != len(ids):
-                self.error(
-                    f"{_LAYERS}.num_aux_hidden_states is missing: vLLM builds this drafter's input layer for {counted} "
-                    f"verifier layers, it has {len(ids)}"
-                )
-        elif ids and counted != len(ids):
-            self.error(f"{_LAYERS}.num_aux_hidden_states is {counted}, but {len(ids)} layer ids are given")
+            counted = len(ids) if is_qwen3 and ids else len(nested) if nested else _DEFAULT_NUM_AUX
+            found = f"is missing: vLLM builds this drafter's input layer for {counted} verifier layers"
+        if ids and counted != len(ids):
+            self.error(f"{_LAYERS}.num_aux_hidden_states {found}, but {len(ids)} layer ids are given")
         return int(counted)
 
     def _mask_token(self, vocab_size: int) -> int | None:
-        if self.kind != "peagle":
-            return None
         token = self.config.get("mask_token_id")
         if not isinstance(token, int) or isinstance(token, bool):
             self.error(f"mask_token_id is {token!r}; a P-EAGLE drafter needs the token of its mask slots")
@@ -265,24 +243,21 @@ class _ConfigCheck:
             self.error(f"mask_token_id {token} has no row among {vocab_size} embeddings")
         return token
 
-    def _flags(self) -> None:
+    def _switches(self) -> None:
+        """What is not written, and what vLLM would not read."""
         if not isinstance(self.config.get("norm_before_residual"), bool):
             default = str(self.kind == "eagle3").lower()
             self.error(f"norm_before_residual is not written; vLLM takes {default} for {self.kind or 'this kind'}")
         for name in ("norm_before_fc", "fc_norm", "norm_output"):
-            if name in self.config and not isinstance(self.config[name], bool):
-                self.error(f"{name} is {self.config[name]!r}; expected true or false")
-
-    def _ignored(self) -> None:
-        """What vLLM would not read."""
-        if self.kind == "peagle":
-            for name in ("fc_norm", "norm_output"):
-                if self.config.get(name) is True:
-                    self.error(
-                        f"{name} is set, but vLLM does not read it for peagle: what was trained would have no effect"
-                    )
-                if self.layers.get(name) is True:
-                    self.error(f"{_LAYERS}.{name} is set; our P-EAGLE drafters have no such norm")
+            value = self.config.get(name, False)
+            if not isinstance(value, bool):
+                self.error(f"{name} is {value!r}; expected true or false")
+            if self.kind != "peagle" or name == "norm_before_fc":
+                continue
+            if value is True:
+                self.error(f"{name} is set, but vLLM does not read it for peagle: it would have no effect")
+            if self.layers.get(name) is True:
+                self.error(f"{_LAYERS}.{name} is set; our P-EAGLE drafters have no such norm")
         if self.config.get("tie_word_embeddings") or self.layers.get("tie_word_embeddings"):
             self.warning("tie_word_embeddings is true; vLLM reads the head from the checkpoint all the same")
         if self.config.get("quantization_config") or self.layers.get("quantization_config"):

@@ -1,13 +1,10 @@
-"""A checkpoint's files as they are on the disk, nothing interpreted, and what checks find in them.
-
-An error keeps a checkpoint from being served as it was trained; a warning should be looked at.
-"""
+"""A checkpoint's files as they are on the disk, nothing interpreted, and what checks find in them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +13,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 CONFIG = "config.json"
-
-
 Level = Literal["error", "warning", "note"]
 
 
@@ -42,11 +37,11 @@ class Findings:
     found: list[CheckFinding] = field(default_factory=list)
 
     def error(self, where: str, message: str) -> None:
-        """Add an error."""
+        """Add what keeps it from being served as it was trained."""
         self.found.append(CheckFinding("error", where, message))
 
     def warning(self, where: str, message: str) -> None:
-        """Add a warning."""
+        """Add what should be looked at."""
         self.found.append(CheckFinding("warning", where, message))
 
     def note(self, where: str, message: str) -> None:
@@ -61,14 +56,6 @@ class Findings:
     def is_servable(self) -> bool:
         """Whether there is no error."""
         return not self.of("error")
-
-    def to_json(self, checkpoint: str) -> dict[str, Any]:
-        """As printed by `peagle check --json`."""
-        return {
-            "checkpoint": checkpoint,
-            "servable": self.is_servable,
-            "findings": [asdict(finding) for finding in self.found],
-        }
 
 
 @dataclass(frozen=True)
@@ -121,12 +108,7 @@ class RawCheckpoint:
 
 
 def read_checkpoint(folder: Path, findings: Findings) -> RawCheckpoint:
-    """Read what is there; faults of the files themselves become findings.
-
-    Args:
-        folder: a checkpoint's root.
-        findings: receives the faults.
-    """
+    """Read what is at a checkpoint's root; faults of the files themselves become findings."""
     config = _read_config(folder, findings)
     tensors: dict[str, TensorInfo] = {}
     files = sorted(folder.glob("*.safetensors"))
@@ -151,21 +133,19 @@ def read_checkpoint(folder: Path, findings: Findings) -> RawCheckpoint:
 
 
 def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
-    path = folder / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        findings.error(CONFIG, "is missing")
-        return {}
+        fault = "is missing"
     except (OSError, ValueError) as error:
-        findings.error(CONFIG, f"cannot be read as JSON: {error}")
-        return {}
-    if not isinstance(config, dict):
-        findings.error(CONFIG, f"expected an object, found a {type(config).__name__}")
-        return {}
-    if not config:
-        findings.error(CONFIG, "is an empty object; expected a drafter's configuration")
-    return config
+        fault = f"cannot be read as JSON: {error}"
+    else:
+        if isinstance(config, dict) and config:
+            return config
+        found = "an empty object" if config == {} else f"a {type(config).__name__}"
+        fault = f"is {found}; expected a drafter's configuration"
+    findings.error(CONFIG, fault)
+    return {}
 
 
 def _headers(file: Path) -> Iterator[TensorInfo]:

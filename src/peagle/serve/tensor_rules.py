@@ -54,26 +54,26 @@ def check_tensors(raw: RawCheckpoint, shape: ServedShape, findings: Findings) ->
     """Compare the files with what the config makes vLLM expect, then look at the values."""
     # 1. Names and shapes.
     expected = expected_shapes(shape)
-    pruned = shape.draft_vocab_size != shape.vocab_size
     optional = {
         "embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
         "lm_head.weight": (shape.draft_vocab_size, shape.hidden_size),
         "t2d": (shape.vocab_size,),
         "d2t": (shape.draft_vocab_size,),
     }
-    for name, size in expected.items():
-        if name not in raw.tensors:
+    for name, size in (expected | optional).items():
+        found = raw.tensors[name].shape if name in raw.tensors else None
+        if found is None and name in expected:
             near = difflib.get_close_matches(name, set(raw.tensors) - set(expected), n=1, cutoff=0.8)
             hint = f"; is it {near[0]}?" if near else ""
             findings.error(name, f"missing: vLLM would serve it uninitialized or refuse to load{hint}")
-        else:
-            _check_shape(raw, name, size, shape, findings)
-    for name, size in optional.items():
-        if name in raw.tensors:
-            _check_shape(raw, name, size, shape, findings)
+        elif found is not None and found != size:
+            why = ""
+            if name == "fc.weight" and found[:1] == size[:1]:
+                why = f"; vLLM takes {shape.num_aux} verifier layers of {shape.target_hidden_size} from the config"
+            findings.error(name, f"is {list(found)}, the config makes it {list(size)}{why}")
     if shape.kind == "peagle":
         _check_mask_hidden(raw, shape, findings)
-    if pruned and "lm_head.weight" not in raw.tensors:
+    if shape.is_pruned and "lm_head.weight" not in raw.tensors:
         findings.error("lm_head.weight", "missing: a head of another vocabulary cannot be shared with the verifier")
     if "embed_tokens.weight" not in raw.tensors:
         findings.note("embed_tokens.weight", "absent: vLLM shares the verifier's embedding")
@@ -90,16 +90,6 @@ def check_tensors(raw: RawCheckpoint, shape: ServedShape, findings: Findings) ->
     check_vocabulary(raw, shape, findings)
 
 
-def _check_shape(raw: RawCheckpoint, name: str, size: tuple[int, ...], shape: ServedShape, findings: Findings) -> None:
-    found = raw.tensors[name].shape
-    if found == size:
-        return
-    why = ""
-    if name == "fc.weight" and found[:1] == size[:1]:
-        why = f"; vLLM takes {shape.num_aux} verifier layers of {shape.target_hidden_size} from the config"
-    findings.error(name, f"is {list(found)}, the config makes it {list(size)}{why}")
-
-
 def _check_mask_hidden(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
     name, size = "mask_hidden", shape.num_aux * shape.target_hidden_size
     if name not in raw.tensors:
@@ -108,8 +98,7 @@ def _check_mask_hidden(raw: RawCheckpoint, shape: ServedShape, findings: Finding
     found = raw.tensors[name].shape
     if torch.Size(found).numel() != size:
         findings.error(name, f"is {list(found)}, expected [1, 1, {size}]: raw verifier states, before fc")
-        return
-    if not bool(raw.read(name).any()):
+    elif not bool(raw.read(name).any()):
         findings.warning(name, "is all zeros; was it trained?")
 
 
@@ -126,12 +115,8 @@ def _check_dtypes(raw: RawCheckpoint, shape: ServedShape, findings: Findings) ->
         common, _ = types.most_common(1)[0]
         odd = sorted(n for n, i in raw.tensors.items() if i.is_float and _DTYPE_NAMES[i.dtype] != common)
         findings.error(odd[0], f"tensors are of several dtypes ({', '.join(sorted(types))}); write all in one")
-    elif types:
-        (only,) = types
-        if shape.dtype is None:
-            findings.error("config.json", f"dtype is missing; the tensors are {only}")
-        elif shape.dtype != only:
-            findings.error("config.json", f"dtype is {shape.dtype}, the tensors are {only}")
+    elif types and shape.dtype not in types:
+        findings.error("config.json", f"dtype is {shape.dtype or 'missing'}, the tensors are {', '.join(types)}")
 
 
 def _check_values(raw: RawCheckpoint, findings: Findings) -> None:
@@ -151,12 +136,10 @@ def _check_values(raw: RawCheckpoint, findings: Findings) -> None:
 
 def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
     """The map of a pruned vocabulary: verifier id = draft id + d2t[draft id]."""
-    pruned = shape.draft_vocab_size != shape.vocab_size
     if "d2t" not in raw.tensors:
-        if pruned:
-            some = f"{shape.draft_vocab_size} of {shape.vocab_size} tokens"
-            text = f"missing: the draft vocabulary has {some}, and vLLM would take draft ids for verifier ids"
-            findings.error("d2t", f"{text} without a word")
+        if shape.is_pruned:
+            text = f"missing: the draft vocabulary has {shape.draft_vocab_size} of {shape.vocab_size} tokens, and vLLM "
+            findings.error("d2t", text + "would take draft ids for verifier ids without a word")
         return
     info = raw.tensors["d2t"]
     if info.dtype not in ("I64", "I32") or info.shape != (shape.draft_vocab_size,):
@@ -170,12 +153,9 @@ def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings)
         return
     if len(ids.unique()) != len(ids):
         findings.error("d2t", f"{len(ids) - len(ids.unique())} draft ids map to a token that another one maps to")
-    if not pruned and bool(raw.read("d2t").any()):
+    if not shape.is_pruned and bool(raw.read("d2t").any()):
         findings.error("d2t", "is not zero, but the vocabulary is not pruned: vLLM does not apply it")
     if "t2d" in raw.tensors:
-        table = raw.read("t2d")
-        if table.shape != (shape.vocab_size,):
-            return  # reported already
-        chosen = table.bool().nonzero()[:, 0]
-        if not torch.equal(chosen, ids.sort().values):
+        table = raw.read("t2d")  # one of another shape is reported already
+        if table.shape == (shape.vocab_size,) and not torch.equal(table.bool().nonzero()[:, 0], ids.sort().values):
             findings.error("t2d", "names other tokens than d2t, which holds offsets: verifier id = draft id + d2t")

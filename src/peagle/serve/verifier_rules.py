@@ -6,6 +6,7 @@ import torch
 from safetensors import SafetensorError
 
 from peagle.errors import ConfigError, VerifierError
+from peagle.serve.config import CheckConfig
 from peagle.serve.config_rules import ServedShape
 from peagle.serve.files import CONFIG, Findings, RawCheckpoint
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
@@ -21,64 +22,49 @@ _UNRELATED_COSINE = 0.1
 
 
 def check_verifier(
-    shape: ServedShape, name_or_path: str, trust_remote_code: bool, findings: Findings
+    raw: RawCheckpoint, shape: ServedShape, name_or_path: str, config: CheckConfig, findings: Findings
 ) -> VerifierConfig | None:
     """Compare a drafter with its verifier's configuration; returns that, or None if it is out of reach."""
+    # 1. Which verifier it is.
     try:
-        verifier = load_verifier_config(name_or_path, trust_remote_code)
+        verifier = load_verifier_config(name_or_path, config.trust_remote_code)
     except VerifierError as error:
         advice = f"name it with --verifier-name-or-path, or correct {CONFIG}"
         findings.error("verifier", f"cannot be reached ({error}); {advice}")
         return None
     if name_or_path != shape.verifier:
-        findings.warning(
-            "verifier", f"checked against {name_or_path}; config.json names {shape.verifier}, which vLLM would load"
-        )
-    if shape.verifier_architectures and tuple(verifier.architectures) != shape.verifier_architectures:
-        findings.error(
-            "verifier",
-            f"is a {', '.join(verifier.architectures)}; the drafter was made for a "
-            f"{', '.join(shape.verifier_architectures)}",
-        )
-    for mine, its, what in (
-        (shape.target_hidden_size, verifier.hidden_size, "target_hidden_size"),
-        (shape.vocab_size, verifier.vocab_size, "vocab_size"),
-        (shape.hidden_size, verifier.hidden_size, "hidden_size"),
-    ):
-        if mine != its:
-            findings.error(CONFIG, f"{what} is {mine}, the verifier's {what.removeprefix('target_')} is {its}")
+        text = f"checked against {name_or_path}; config.json names {shape.verifier}, which vLLM would load"
+        findings.warning("verifier", text)
+    its, wanted = ", ".join(verifier.architectures), ", ".join(shape.verifier_architectures)
+    if wanted and its != wanted:
+        findings.error("verifier", f"is a {its}; the drafter was made for a {wanted}")
+    # 2. Its sizes, layers and dtype.
+    for name in ("target_hidden_size", "vocab_size", "hidden_size"):
+        its_name = name.removeprefix("target_")
+        mine, its_size = getattr(shape, name), getattr(verifier, its_name)
+        if mine != its_size:
+            findings.error(CONFIG, f"{name} is {mine}, the verifier's {its_name} is {its_size}")
     beyond = [i for i in shape.aux_layer_ids if i > verifier.num_layers]
     if beyond:
         text = f"layer id {beyond[0]} does not exist in the verifier, which has {verifier.num_layers} layers"
         findings.error(CONFIG, text)
-    if shape.mask_token_id is not None and shape.mask_token_id in verifier.eos_token_ids:
-        findings.warning(CONFIG, f"mask_token_id {shape.mask_token_id} is the verifier's end token")
     if shape.dtype and shape.dtype != verifier.dtype:
         text = f"dtype is {shape.dtype}, the verifier's {verifier.dtype}; vLLM converts the drafter to its own"
         findings.warning(CONFIG, text)
+    # 3. The rotary table, and the length that the server would serve.
+    length, own = config.max_model_len or verifier.max_position_embeddings, shape.max_position_embeddings
+    if own < length:
+        text = f"max_position_embeddings is {own}, the server's length {length}: vLLM lengthens the rotary table, but "
+        text += f"the drafter was not trained past its own; write {length}, or serve with --max-model-len {own}"
+        findings.warning(CONFIG, text)
+    # 4. Tokens: a pruned vocabulary should keep those that end an answer.
+    if shape.mask_token_id is not None and shape.mask_token_id in verifier.eos_token_ids:
+        findings.warning(CONFIG, f"mask_token_id {shape.mask_token_id} is the verifier's end token")
+    ends = list(verifier.eos_token_ids)
+    has_table = "d2t" in raw.tensors and raw.tensors["d2t"].shape == (shape.draft_vocab_size,)
+    if ends and has_table and set(raw.draft_ids().tolist()).isdisjoint(ends):
+        findings.warning("d2t", f"no end token ({ends}) is in the draft vocabulary: ends are never drafted")
     return verifier
-
-
-def check_length(shape: ServedShape, verifier: VerifierConfig, max_model_len: int | None, findings: Findings) -> None:
-    """Compare the drafter's rotary table with the length that the server would serve."""
-    length = max_model_len or verifier.max_position_embeddings
-    if shape.max_position_embeddings < length:
-        findings.warning(
-            CONFIG,
-            f"max_position_embeddings is {shape.max_position_embeddings}, the server's length {length}: vLLM lengthens "
-            f"the rotary table, but the drafter was not trained past its own; write {length}, or serve with "
-            f"--max-model-len {shape.max_position_embeddings}",
-        )
-
-
-def check_end_tokens(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierConfig, findings: Findings) -> None:
-    """A pruned vocabulary should keep the tokens that end an answer."""
-    if "d2t" not in raw.tensors or raw.tensors["d2t"].shape != (shape.draft_vocab_size,):
-        return
-    ids = set(raw.draft_ids().tolist())
-    lost = [i for i in verifier.eos_token_ids if i not in ids]
-    if lost and len(lost) == len(verifier.eos_token_ids):
-        findings.warning("d2t", f"no end token ({lost}) is in the draft vocabulary: ends are never drafted")
 
 
 def check_embedding(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierConfig, findings: Findings) -> None:
@@ -129,10 +115,8 @@ def check_engine(
         least = f"{needed[0]}.{needed[1]} or newer"
         findings.error("vLLM", f"{engine.version} does not know {shape.kind} checkpoints; they need {least}")
     elif engine.release < MIN_VERSION and (shape.norm_before_fc or shape.fc_norm):
-        name = "norm_before_fc" if shape.norm_before_fc else "fc_norm"
-        findings.warning(
-            "vLLM", f"{engine.version} may ignore {name}; {MIN_VERSION[0]}.{MIN_VERSION[1]} and newer read it"
-        )
+        name, first = "norm_before_fc" if shape.norm_before_fc else "fc_norm", ".".join(map(str, MIN_VERSION))
+        findings.warning("vLLM", f"{engine.version} may ignore {name}; {first} and newer read it")
     if not architectures:
         return
     try:
