@@ -95,7 +95,7 @@ def test_R04_a_rank_with_nothing_supervised_and_one_pack_fewer_neither_hangs_nor
     import peagle.train.loop as loop
 
     names = ["r0", "r1", "r2", "r3", "r4", "silent", "r5"]
-    monkeypatch.setattr(loop, "packs", lambda *_: [Pack((name,), 30) for name in names])
+    monkeypatch.setattr(loop, "packs", lambda lengths, *_: [Pack((name,), 30) for name in names if lengths])
     made = [*[row(f"r{i}", 30, 3, i) for i in range(6)], row("silent", 30, 5, 3, supervised=False)]
     model, result = run(config(total_seq_len=32, epochs=2, batch_size=2), made)
     together = [found("uneven", two, rank) for rank in (0, 1)]

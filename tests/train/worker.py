@@ -218,7 +218,7 @@ def signalled(world: World, folder: Path) -> dict[str, Any]:
 
 def decides(world: World, folder: Path) -> dict[str, Any]:
     """V08: rank 1's copy of the frequencies is missing or damaged; every rank has the same table all the same."""
-    from peagle.train.plan import decide
+    from peagle.train.decision import decide
     from tests.train.files import Files
 
     found = {}

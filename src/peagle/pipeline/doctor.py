@@ -359,7 +359,7 @@ def sizes(
     config: DoctorConfig, verifier: VerifierConfig, training: TrainConfig, summary: dict[str, Any]
 ) -> Iterator[Finding]:
     """Disk and memory that the planned run takes."""
-    vocab = training.draft_vocab_size or verifier.vocab_size
+    vocab = training.draft_rows(verifier.vocab_size)
     if vocab > verifier.vocab_size:
         text = f"--draft-vocab-size {vocab} exceeds the verifier's {verifier.vocab_size}"
         yield Finding("vocabulary", "fail", text)

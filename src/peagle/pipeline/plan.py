@@ -242,7 +242,7 @@ def training_bytes(sizes: Sizes, config: TrainConfig, num_shards: int) -> float:
 
 
 def _parameters(sizes: Sizes, config: TrainConfig) -> tuple[int, int, int]:
-    return drafter_parameters(sizes, config.num_layers, config.draft_vocab_size or sizes.vocab_size)
+    return drafter_parameters(sizes, config.num_layers, config.draft_rows(sizes.vocab_size))
 
 
 def _moment_bytes(config: TrainConfig) -> int:
@@ -274,8 +274,8 @@ def training_epochs(rows: RowSizes, config: TrainConfig, num_ranks: int) -> floa
     """Passes over the rows: as many as `epochs` says, or as `max_steps` steps of full packs come to."""
     if config.max_steps is None:
         return config.epochs
-    packs = (config.batch_size or num_ranks) * config.gradient_accumulation_steps
-    return min(config.epochs, config.max_steps * packs * config.total_seq_len / max(rows.num_tokens, 1))
+    tokens = config.max_steps * config.packs_per_step(num_ranks) * config.total_seq_len
+    return min(config.epochs, tokens / max(rows.num_tokens, 1))
 
 
 def count_rows(recipe: Recipe) -> RowSizes | None:

@@ -196,6 +196,10 @@ class TrainConfig(ServerSettings, FitConfig):
     """Servers that make states (`peagle launch-vllm`), such as http://localhost:8000/v1. Unset: the verifier runs in
     this process, through Transformers."""
 
+    def draft_rows(self, vocab_size: int) -> int:
+        """Rows of the drafter's head."""
+        return self.draft_vocab_size or vocab_size
+
     @property
     def asks_verifier(self) -> bool:
         """Whether states are made during training."""
