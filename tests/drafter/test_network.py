@@ -93,3 +93,12 @@ def test_half_precision_is_normed_in_float32():
     weight = torch.ones(64, dtype=torch.bfloat16)
     exact = F.rms_norm(x.double(), (64,), weight.double(), 1e-6)
     assert (rms_norm(x, weight, 1e-6).double() - exact).abs().max() < 0.02
+
+
+def test_rotary_frequencies_are_never_rounded():
+    """vLLM and training rotate in float32; a bfloat16 frequency is off by radians at a few thousand positions."""
+    positions = torch.tensor([0, 1, 2048, 30_000])
+    drafter = make_drafter("qwen3", 32)
+    wanted = drafter.rotary(positions, torch.float32)
+    for found, right in zip(drafter.to(torch.bfloat16).rotary(positions, torch.float32), wanted):
+        torch.testing.assert_close(found, right, rtol=0, atol=0)

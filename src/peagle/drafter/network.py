@@ -133,7 +133,6 @@ class Drafter(nn.Module):
             verifier's.
     """
 
-    inv_freq: Tensor
     d2t: Tensor
     t2d: Tensor
 
@@ -152,8 +151,8 @@ class Drafter(nn.Module):
         if config.is_pruned:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        inv_freq, self.rope_scale = inverse_frequencies(config)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        # No buffer: `to(dtype)` would round it, and at 2,048 positions a bfloat16 frequency is off by 2.4 radians.
+        self._inv_freq, self.rope_scale = inverse_frequencies(config)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -185,7 +184,9 @@ class Drafter(nn.Module):
 
     def rotary(self, rope_pos: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin for `rotate`, each [..., num_slots, 1, head_dim]."""
-        return rotary_table(self.inv_freq, self.rope_scale, rope_pos, dtype)
+        if self._inv_freq.device != rope_pos.device:
+            self._inv_freq = self._inv_freq.to(rope_pos.device)
+        return rotary_table(self._inv_freq, self.rope_scale, rope_pos, dtype)
 
     def decoder(self) -> list[Layer]:
         """The layers, as what they are."""

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-# Shared memory per block, in bytes, that FlexAttention's own choice of pipeline stages needs at a head size of 128.
-_ROOMY_SHARED_MEMORY = 110_000
+# Compute capabilities whose 99 KB of shared memory do not hold FlexAttention's own pipeline at a head size of 128: RTX
+# 30, 40 and 50, A10, L4, L40S.
+_SMALL_SHARED_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
 
 
 def padded_length(length: int) -> int:
@@ -113,9 +114,8 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> Any:
 
 @cache
 def _kernel_options(device: torch.device) -> dict[str, Any] | None:
-    """Fewer pipeline stages on cards with 99 KB of shared memory (L40S, RTX), where the default ones do not fit."""
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return {"num_stages": 2} if shared < _ROOMY_SHARED_MEMORY else None
+    """Fewer pipeline stages where shared memory is small."""
+    return {"num_stages": 2} if torch.cuda.get_device_capability(device) in _SMALL_SHARED_MEMORY else None
 
 
 def padded_call(
