@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from peagle.verifier.weights import load_embedding
 
 OURS = "peagle_config"
 """Key of a flat config under which our own config travels along, so that the way back is exact."""
-MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
+_MASK_TOKEN_KEYS = ("ptd_token_id", "pard_token", "mask_token_id")
 _OLDER_WEIGHTS = "pytorch_model*.bin"
 _PREFIXES = ("model.", "eagle_module.", "draft_model.")
-_DEFAULT_NUM_TOKENS = {"eagle3": 3, "peagle": 5}
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,7 @@ def load_verifier(name: str, settings: ConvertConfig, where: str) -> VerifierCon
 def read_foreign_config(
     foreign: Foreign, layout: str, settings: ConvertConfig
 ) -> tuple[DrafterConfig, tuple[str, ...]]:
-    """A foreign config in our words, and what had to be assumed to read it.
-
-    Args:
-        foreign: the checkpoint.
-        layout: its layout's name.
-        settings: answers to what the source does not say.
+    """A foreign config in our words, and what had to be assumed where neither it nor `settings` says something.
 
     Raises:
         CheckpointError: the drafter cannot be carried, for the reason named.
@@ -129,11 +124,8 @@ def read_foreign_config(
     if not name:
         raise CheckpointError(f"{foreign.where}: does not name its verifier; say which: --verifier-name-or-path")
     notes: list[str] = []
-    if layout == "speculators":
-        config = _read_speculators(foreign, str(name), settings, notes)
-    else:
-        config = _read_flat(foreign, settings, load_verifier(str(name), settings, foreign.where), notes)
-    return config, tuple(notes)
+    read = _read_speculators if layout == "speculators" else _read_flat
+    return read(foreign, str(name), settings, notes), tuple(notes)
 
 
 def _read_speculators(foreign: Foreign, name: str, settings: ConvertConfig, notes: list[str]) -> DrafterConfig:
@@ -152,50 +144,68 @@ def _read_speculators(foreign: Foreign, name: str, settings: ConvertConfig, note
     return DrafterConfig.from_json(config, where)
 
 
-def _read_flat(foreign: Foreign, settings: ConvertConfig, verifier: VerifierConfig, notes: list[str]) -> DrafterConfig:
+def _read_flat(foreign: Foreign, verifier_name: str, settings: ConvertConfig, notes: list[str]) -> DrafterConfig:
     """Read a flat config, with the tensors' help."""
-    where, flat = foreign.where, foreign.config
-    names = {plain_name(name): tuple(tensor.shape) for name, tensor in foreign.tensors.items()}
-    eagle = flat.get("eagle_config") or {}
-    _refuse(foreign, names)
-    kind = "peagle" if "mask_hidden" in names else "eagle3"
-    hidden, heads = int(_need(flat, "hidden_size", where)), int(_need(flat, "num_attention_heads", where))
-    vocab_size = int(_need(flat, "vocab_size", where))
+    where, flat, eagle = foreign.where, foreign.config, foreign.config.get("eagle_config") or {}
+    shapes = {plain_name(name): tuple(tensor.shape) for name, tensor in foreign.tensors.items()}
+    verifier = load_verifier(verifier_name, settings, where)
+    _refuse(foreign, shapes)
+    # 1. Sizes that must be said and must fit.
+    for key in ("hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"):
+        if flat.get(key) is None:
+            raise CheckpointError(f"{where}: config.json has no {key}; is this a drafter's?")
+    hidden, heads, vocab_size = int(flat["hidden_size"]), int(flat["num_attention_heads"]), int(flat["vocab_size"])
     _check_width(where, hidden, flat.get("target_hidden_size"))
     _check_width(where, hidden, verifier.hidden_size)
     if vocab_size != verifier.vocab_size:
         raise CheckpointError(
             f"{where}: made for a vocabulary of {vocab_size}, {verifier.name_or_path} has {verifier.vocab_size}"
         )
-    num_aux, rest = divmod(names["fc.weight"][1], hidden)
+    num_aux, rest = divmod(shapes["fc.weight"][1], hidden)
     if rest:
-        raise CheckpointError(f"{where}: fc.weight has {names['fc.weight'][1]} columns, not a multiple of {hidden}")
+        raise CheckpointError(f"{where}: fc.weight has {shapes['fc.weight'][1]} columns, not a multiple of {hidden}")
+    # 2. The mask token and the number of tokens, which settings may say instead.
+    is_peagle = "mask_hidden" in shapes
+    tokens = [settings.mask_token_id, *(flat.get(key) for key in _MASK_TOKEN_KEYS)]
+    mask_token_id = next((int(token) for token in tokens if is_peagle and token is not None), None)
+    if is_peagle and mask_token_id is None:
+        named = f"names no mask token ({', '.join(_MASK_TOKEN_KEYS)})"
+        raise CheckpointError(f"{where}: {named}; say which one it was trained with: --mask-token-id")
+    num_tokens = settings.num_speculative_tokens or int(flat.get("num_depths") or 0)
+    if not num_tokens:
+        num_tokens = 5 if is_peagle else 3
+        notes.append(f"the source does not say how many tokens to draft: {num_tokens} (--num-speculative-tokens)")
+    if is_peagle and flat.get("norm_output"):
+        raise CheckpointError(f"{where}: norm_output cannot be carried: a P-EAGLE drafter feeds nothing back")
+    # 3. Rotary positions.
+    rope = rope_of(flat)
+    if "mrope_section" in rope or rope["rope_type"] == "mrope":
+        notes.append("M-RoPE is written as plain rotary positions: text is the same in both")
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     values = {
-        "speculators_model_type": kind,
-        "layer_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in names else "llama",
+        "speculators_model_type": "peagle" if is_peagle else "eagle3",
+        "layer_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in shapes else "llama",
         "hidden_size": hidden,
-        "intermediate_size": int(_need(flat, "intermediate_size", where)),
-        "num_layers": 1 + max(int(name.split(".")[1]) for name in names if name.startswith("layers.")),
+        "intermediate_size": int(flat["intermediate_size"]),
+        "num_layers": 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
         "num_attention_heads": heads,
         "num_key_value_heads": int(flat.get("num_key_value_heads") or heads),
         "head_dim": int(flat.get("head_dim") or hidden // heads),
         "rms_norm_eps": float(flat.get("rms_norm_eps", 1e-6)),
-        "rope_parameters": _rope(flat, notes),
+        "rope_parameters": rope,
         "max_position_embeddings": int(flat.get("max_position_embeddings", verifier.max_position_embeddings)),
-        "attention_bias": any(name.endswith("_proj.bias") for name in names),
+        "attention_bias": any(name.endswith("_proj.bias") for name in shapes),
         "vocab_size": vocab_size,
         "draft_vocab_size": int(flat.get("draft_vocab_size") or vocab_size),
         "norm_before_residual": bool(flat.get("norm_before_residual", False)),
         "norm_before_fc": bool(eagle.get("norm_before_fc", flat.get("norm_before_fc", False))),
-        "norm_output": kind == "eagle3" and bool(flat.get("norm_output", False)),
-        "aux_layer_ids": _layer_ids(foreign, eagle, num_aux, settings, verifier, notes),
-        "mask_token_id": _mask_token(flat, settings, where) if kind == "peagle" else None,
-        "num_speculative_tokens": _num_speculative_tokens(flat, kind, settings, notes),
+        "norm_output": not is_peagle and bool(flat.get("norm_output", False)),
+        "aux_layer_ids": _layer_ids(foreign, num_aux, settings, verifier, notes),
+        "mask_token_id": mask_token_id,
+        "num_speculative_tokens": num_tokens,
         "verifier": verifier.name_or_path,
         "verifier_architectures": tuple(verifier.architectures),
     }
-    if kind == "peagle" and flat.get("norm_output"):
-        raise CheckpointError(f"{where}: norm_output cannot be carried: a P-EAGLE drafter feeds nothing back")
     try:
         return DrafterConfig.build(values)
     except ConfigError as error:
@@ -237,16 +247,11 @@ def _assumed_layer_ids(verifier: VerifierConfig, given: tuple[int, ...] | None, 
 
 
 def _layer_ids(
-    foreign: Foreign,
-    eagle: dict[str, Any],
-    num_aux: int,
-    settings: ConvertConfig,
-    verifier: VerifierConfig,
-    notes: list[str],
+    foreign: Foreign, num_aux: int, settings: ConvertConfig, verifier: VerifierConfig, notes: list[str]
 ) -> tuple[int, ...]:
     """Layer ids as inputs of layers; see `layer_id_meaning`."""
-    where = foreign.where
-    given = foreign.config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    key, where = "eagle_aux_hidden_state_layer_ids", foreign.where
+    given = foreign.config.get(key) or (foreign.config.get("eagle_config") or {}).get(key)
     try:
         if settings.target_layer_ids is not None:
             ids = resolve_aux_layer_ids(verifier.num_layers, settings.target_layer_ids)
@@ -263,43 +268,6 @@ def _layer_ids(
     if len(ids) != num_aux:
         raise CheckpointError(f"{where}: fc reads {num_aux} layers, the layer ids are {list(ids)}")
     return ids
-
-
-def _mask_token(flat: dict[str, Any], settings: ConvertConfig, where: str) -> int:
-    if settings.mask_token_id is not None:
-        return settings.mask_token_id
-    for key in MASK_TOKEN_KEYS:
-        if flat.get(key) is not None:
-            return int(flat[key])
-    raise CheckpointError(
-        f"{where}: names no mask token ({', '.join(MASK_TOKEN_KEYS)}); say which one it was trained with: "
-        "--mask-token-id"
-    )
-
-
-def _num_speculative_tokens(flat: dict[str, Any], kind: str, settings: ConvertConfig, notes: list[str]) -> int:
-    if settings.num_speculative_tokens is not None:
-        return settings.num_speculative_tokens
-    if flat.get("num_depths"):
-        return int(flat["num_depths"])
-    notes.append(
-        f"the source does not say how many tokens to draft: {_DEFAULT_NUM_TOKENS[kind]} (--num-speculative-tokens)"
-    )
-    return _DEFAULT_NUM_TOKENS[kind]
-
-
-def _rope(flat: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    rope = rope_of(flat)
-    if "mrope_section" in rope or rope["rope_type"] == "mrope":
-        notes.append("M-RoPE is written as plain rotary positions: text is the same in both")
-        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    return rope
-
-
-def _need(flat: dict[str, Any], key: str, where: str) -> Any:
-    if flat.get(key) is None:
-        raise CheckpointError(f"{where}: config.json has no {key}; is this a drafter's?")
-    return flat[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,8 +292,12 @@ class Layout:
 
 
 _NORMS = frozenset({"norm_before_residual", "norm_before_fc", "norm_output"})
+_OUTPUT = frozenset({"norm_output"})
 _LLAMA = "LlamaForCausalLMEagle3"
 _QWEN3 = {"eagle3": "Eagle3Qwen3ForCausalLM", "peagle": "PeagleQwen3ForCausalLM"}
+_SAFEAILAB = Layout(
+    architecture=_LLAMA, max_layers=1, has_layer_ids=False, has_embedding=False, first_layer="midlayer."
+)
 _AWS = Layout(
     architecture=_LLAMA,
     is_llama_only=False,
@@ -336,17 +308,9 @@ _AWS = Layout(
 )
 _NVIDIA = Layout(architecture="LlamaEagle3DraftModel", has_bias=True, norms=_NORMS, prefix="model.")
 LAYOUTS = {
-    ("safeailab", "eagle3"): Layout(
-        architecture=_LLAMA, max_layers=1, has_layer_ids=False, has_embedding=False, first_layer="midlayer."
-    ),
-    ("specforge", "eagle3"): Layout(
-        architecture=_LLAMA,
-        max_layers=1,
-        norms=frozenset({"norm_output"}),
-        has_embedding=False,
-        first_layer="midlayer.",
-    ),
-    ("specforge", "peagle"): Layout(architecture="PEagleDraftModel", norms=frozenset({"norm_output"})),
+    ("safeailab", "eagle3"): _SAFEAILAB,
+    ("specforge", "eagle3"): replace(_SAFEAILAB, has_layer_ids=True, norms=_OUTPUT),
+    ("specforge", "peagle"): Layout(architecture="PEagleDraftModel", norms=_OUTPUT),
     ("aws", "eagle3"): _AWS,
     ("aws", "peagle"): _AWS,
     ("nvidia", "eagle3"): _NVIDIA,
@@ -359,15 +323,7 @@ _AT_THE_TOP = ("lm_head.weight", "mask_hidden", "d2t", "t2d")
 def write_foreign(
     config: DrafterConfig, tensors: dict[str, Tensor], dtype: str, settings: ConvertConfig
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A drafter in a layout that it did not come from.
-
-    Args:
-        config, tensors: the drafter.
-        dtype: of its tensors.
-        settings: whose layout, which verifier.
-
-    Returns:
-        The `config.json` and the tensors by name.
+    """A drafter in a layout that it did not come from: its `config.json` there, and its tensors by their names there.
 
     Raises:
         CheckpointError: names everything that the layout has no place for.
@@ -414,16 +370,12 @@ def _lost(
     mine = tensors["embed_tokens.weight"]
     if not layout.has_embedding and not torch.equal(mine, load_embedding(verifier).to(mine.dtype)):
         return ["embed_tokens.weight, which differs from the verifier's"]
-    if not layout.has_layer_ids and not _is_default(config.aux_layer_ids, verifier.num_layers):
+    default: tuple[int, ...] = ()
+    with suppress(VerifierError):  # too few layers for the default ones
+        default = resolve_aux_layer_ids(verifier.num_layers, None)
+    if not layout.has_layer_ids and config.aux_layer_ids != default:
         return [f"layer ids {list(config.aux_layer_ids)}, which are not the default ones"]
     return []
-
-
-def _is_default(aux_layer_ids: tuple[int, ...], num_layers: int) -> bool:
-    try:
-        return aux_layer_ids == resolve_aux_layer_ids(num_layers, None)
-    except VerifierError:  # too few layers for the default ones
-        return False
 
 
 def _flat_config(config: DrafterConfig, dtype: str, layout: Layout) -> dict[str, Any]:
@@ -431,9 +383,8 @@ def _flat_config(config: DrafterConfig, dtype: str, layout: Layout) -> dict[str,
     architecture = layout.architecture if config.layer_type == "llama" else _QWEN3[kind]
     flat: dict[str, Any] = {**config.layer_config(), "architectures": [architecture], "torch_dtype": dtype}
     rope = flat.pop("rope_parameters")
-    flat["rope_theta"] = rope["rope_theta"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    flat["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+    flat["rope_theta"] = rope.pop("rope_theta")
+    flat["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
     flat["draft_vocab_size"] = config.draft_vocab_size
     flat["target_hidden_size"] = config.hidden_size
     if layout.is_llama_only:
