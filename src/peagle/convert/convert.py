@@ -7,7 +7,7 @@ What was read is recorded in our `config.json` (`converted_from`), what is writt
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -57,18 +57,11 @@ def convert(settings: ConvertConfig) -> None:
         logger.info("%s: %s", settings.source, note)
     with whole_folder(settings.output) as folder:
         count = _write(converted, settings, folder)
-    logger.info(
-        "read %d tensors (%s), wrote %d (%s) to %s: %s, %d layer%s, %s",
-        len(foreign.tensors),
-        layout,
-        count,
-        settings.to,
-        settings.output,
-        "P-EAGLE" if converted.config.speculators_model_type == "peagle" else "EAGLE-3",
-        converted.config.num_layers,
-        "" if converted.config.num_layers == 1 else "s",
-        converted.dtype,
-    )
+    config = converted.config
+    kind = "P-EAGLE" if config.speculators_model_type == "peagle" else "EAGLE-3"
+    made = f"{kind}, {config.num_layers} layer{'' if config.num_layers == 1 else 's'}, {converted.dtype}"
+    counts = f"read {len(foreign.tensors)} tensors ({layout}), wrote {count} ({settings.to})"
+    logger.info("%s to %s: %s", counts, settings.output, made)
 
 
 def read(foreign: Foreign, layout: str, settings: ConvertConfig) -> Converted:
@@ -95,9 +88,8 @@ def _read_ours(foreign: Foreign, dtype: str) -> Converted:
     for name in sorted(wanted.keys() | foreign.tensors.keys()):
         there = tuple(foreign.tensors[name].shape) if name in foreign.tensors else None
         if there != wanted.get(name):
-            raise CheckpointError(
-                f"{foreign.where}: tensor {name} is {there}, its config.json asks for {wanted.get(name)}"
-            )
+            found = f"tensor {name} is {there}, its config.json asks for {wanted.get(name)}"
+            raise CheckpointError(f"{foreign.where}: {found}")
     recorded = foreign.config.get(ORIGIN)
     origin = None if recorded is None else Origin(**recorded)
     return Converted(config=config, tensors=foreign.tensors, dtype=dtype, origin=origin, notes=())
@@ -109,19 +101,14 @@ def _write(converted: Converted, settings: ConvertConfig, folder: Path) -> int:
     if to == "peagle" or (to == "speculators" and (origin is None or origin.layout != to)):
         write_into(folder, converted.config, converted.tensors, converted.dtype)
         if to == "peagle" and origin is not None:
-            write_json(folder / CONFIG, {**converted.config.to_json(converted.dtype), ORIGIN: origin.to_json()})
+            write_json(folder / CONFIG, {**converted.config.to_json(converted.dtype), ORIGIN: asdict(origin)})
         return len(converted.tensors)
     if origin is not None and origin.layout == to:
-        changed = [
-            name
-            for name, value in converted.config.model_dump(mode="json").items()
-            if name not in _FREE and origin.read_as.get(name) != value
-        ]
+        now = converted.config.model_dump(mode="json")
+        changed = [name for name in now if name not in _FREE and origin.read_as.get(name) != now[name]]
         if changed:
-            raise CheckpointError(
-                f"{where}: {', '.join(changed)} changed since it was converted from {to}; remove {ORIGIN} from its "
-                "config.json to have it written anew"
-            )
+            text = f"{', '.join(changed)} changed since it was converted from {to}"
+            raise CheckpointError(f"{where}: {text}; remove {ORIGIN} from its config.json to have it written anew")
         flat, tensors = origin.config, restore_tensors(converted.tensors, converted.config, origin, where)
     else:
         flat, tensors = write_foreign(converted.config, converted.tensors, converted.dtype, settings)

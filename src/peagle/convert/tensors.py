@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from peagle.convert.formats import Foreign, load_verifier, plain_name
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError
-from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.weights import load_embedding, load_head
 
 _UNUSED = re.compile(r"rotary_emb\.|^verifier_(norm|lm_head)\.|^layers\.[1-9]\d*\.hidden_norm\.weight$")
@@ -44,10 +42,6 @@ class Origin:
     read_as: dict[str, Any] = field(default_factory=dict)
     """The `DrafterConfig` that was made of its config."""
 
-    def to_json(self) -> dict[str, Any]:
-        """For `config.json`."""
-        return asdict(self)
-
 
 def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a drafter's tensors, without making them."""
@@ -58,13 +52,7 @@ def shapes_of(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 def import_tensors(
     foreign: Foreign, layout: str, config: DrafterConfig, settings: ConvertConfig
 ) -> tuple[dict[str, Tensor], Origin]:
-    """A foreign checkpoint's tensors under our names.
-
-    Args:
-        foreign: the checkpoint.
-        layout: its layout's name.
-        config: read from it.
-        settings: what d2t means, and whether to drop what no engine reads.
+    """A foreign checkpoint's tensors under our names, given its layout's name and the config that was read from it.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, misshapen or ambiguous.
@@ -79,7 +67,7 @@ def import_tensors(
             found[part], origin.names[part] = value, name
     wanted = shapes_of(config)
     _read_tables(found, origin, config, settings.d2t_meaning, foreign.where)
-    # 2. What has no place here, what is unused, what the source leaves to the verifier.
+    # 2. What has no place here, what is unused, what may be left out (the verifier's tensors, biases of zero).
     unknown = sorted(found.keys() - wanted.keys())
     unused = [name for name in unknown if _UNUSED.search(name)]
     if len(unused) < len(unknown):
@@ -90,21 +78,34 @@ def import_tensors(
         raise CheckpointError(f"{foreign.where}: {shown} is read by no engine; drop it with --drop-unused")
     for name in unused:
         del found[name], origin.names[name]
-    _add_missing(found, wanted, origin, config, lambda: load_verifier(config.verifier, settings, foreign.where))
-    missing = sorted(wanted.keys() - found.keys())
-    if missing:
-        raise CheckpointError(f"{foreign.where}: no tensor {', '.join(missing)}; the checkpoint cannot be used")
+    missing = wanted.keys() - found.keys()
+    added = {name: torch.zeros(wanted[name]) for name in missing if name.endswith("_proj.bias")}
+    shared = missing & {"embed_tokens.weight", "lm_head.weight"}
+    if shared:
+        verifier = load_verifier(config.verifier, settings, foreign.where)
+        if "embed_tokens.weight" in shared:
+            added["embed_tokens.weight"] = load_embedding(verifier)
+        if "lm_head.weight" in shared:
+            head = load_head(verifier)
+            if config.is_pruned:
+                head = head.restricted(torch.arange(config.draft_vocab_size) + found["d2t"])
+            added["lm_head.weight"] = head.weight.to(torch.float32) * head.logit_scale
+    if missing > added.keys():
+        names = ", ".join(sorted(missing - added.keys()))
+        raise CheckpointError(f"{foreign.where}: no tensor {names}; the checkpoint cannot be used")
+    for name, tensor in added.items():
+        found[name] = tensor.to(found["fc.weight"].dtype)
+        origin.added[name] = sha256(found[name])
     # 3. Shapes.
     for name, shape in wanted.items():
         tensor = found[name]
-        if tuple(tensor.shape) != shape and name == "mask_hidden" and tensor.numel() == config.aux_size:
-            origin.shapes[name] = list(tensor.shape)
-            found[name] = tensor.reshape(shape)
-        elif tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{foreign.where}: {origin.names.get(name, name)} is {list(tensor.shape)}, its config.json asks for "
-                f"{list(shape)}"
-            )
+        if tuple(tensor.shape) == shape:
+            continue
+        if name != "mask_hidden" or tensor.numel() != config.aux_size:
+            there = f"{origin.names.get(name, name)} is {list(tensor.shape)}"
+            raise CheckpointError(f"{foreign.where}: {there}, its config.json asks for {list(shape)}")
+        origin.shapes[name] = list(tensor.shape)
+        found[name] = tensor.reshape(shape)
     return {name: found[name] for name in wanted}, origin
 
 
@@ -117,10 +118,8 @@ def restore_tensors(tensors: dict[str, Tensor], config: DrafterConfig, origin: O
     """
     for name, digest in origin.added.items():
         if name in tensors and sha256(tensors[name]) != digest:
-            raise CheckpointError(
-                f"{where}: {name} cannot be carried: a checkpoint in the layout {origin.layout} such as "
-                "the one this came from has no such tensor, and it has changed since"
-            )
+            lacking = f"a checkpoint in the layout {origin.layout} such as the one this came from has no such tensor"
+            raise CheckpointError(f"{where}: {name} cannot be carried: {lacking}, and it has changed since")
     parts: dict[str, list[Tensor]] = {}
     for name, source_name in origin.names.items():  # the order in which fused tensors were cut up
         tensor = tensors[name]
@@ -149,11 +148,10 @@ def draft_ids_of(d2t: Tensor, t2d: Tensor | None, meaning: str, vocab_size: int,
         readings = {meaning: readings[meaning]}
     fits = {form: ids for form, ids in readings.items() if _fits(ids, t2d, vocab_size)}
     if not fits:
-        raise CheckpointError(
-            f"{where}: d2t gives no ascending ids below {vocab_size}"
-            f"{' that t2d agrees with' if t2d is not None else ''}, read as {' or '.join(readings)}"
-        )
-    form = "offsets" if "offsets" in fits else "absolute"
+        agreed = "" if t2d is None else " that t2d agrees with"
+        text = f"d2t gives no ascending ids below {vocab_size}{agreed}, read as {' or '.join(readings)}"
+        raise CheckpointError(f"{where}: {text}")
+    form = next(iter(fits))
     return fits[form], form
 
 
@@ -189,9 +187,8 @@ def _read_tables(found: dict[str, Tensor], origin: Origin, config: DrafterConfig
             dtype = str(table.dtype).removeprefix("torch.")
             origin.tables[name] = {"name": origin.names.pop(name), "dtype": dtype, "form": form}
     if d2t is None and config.is_pruned:
-        raise CheckpointError(
-            f"{where}: {config.draft_vocab_size} draft tokens of {config.vocab_size}, and no d2t that names them"
-        )
+        count = f"{config.draft_vocab_size} draft tokens of {config.vocab_size}"
+        raise CheckpointError(f"{where}: {count}, and no d2t that names them")
     if d2t is not None:
         if d2t.numel() != config.draft_vocab_size:
             raise CheckpointError(f"{where}: d2t has {d2t.numel()} entries for {config.draft_vocab_size} draft tokens")
@@ -214,27 +211,3 @@ def _written_tables(
         value = {"offsets": ids - place, "absolute": ids, "flags": flags}[table["form"]]
         made[table["name"]] = value.to(getattr(torch, table["dtype"]))
     return made
-
-
-def _add_missing(
-    found: dict[str, Tensor],
-    wanted: dict[str, tuple[int, ...]],
-    origin: Origin,
-    config: DrafterConfig,
-    verifier: Callable[[], VerifierConfig],
-) -> None:
-    """Add what a source may leave out: the verifier's embedding and head, and biases that are zero."""
-    added: dict[str, Tensor] = {}
-    if "embed_tokens.weight" not in found:
-        added["embed_tokens.weight"] = load_embedding(verifier())
-    if "lm_head.weight" not in found:
-        head = load_head(verifier())
-        if config.is_pruned:
-            head = head.restricted(torch.arange(config.draft_vocab_size) + found["d2t"])
-        added["lm_head.weight"] = head.weight.to(torch.float32) * head.logit_scale
-    for name in wanted.keys() - found.keys():
-        if name.endswith("_proj.bias"):
-            added[name] = torch.zeros(wanted[name])
-    for name, tensor in added.items():
-        found[name] = tensor.to(found["fc.weight"].dtype)
-        origin.added[name] = sha256(found[name])
