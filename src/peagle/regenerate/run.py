@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from peagle import log
@@ -16,8 +16,7 @@ from peagle.data import Conversation, Rejected, UnusableRow, read_conversations,
 from peagle.data.template import template_text, use_template_file
 from peagle.errors import DataError
 from peagle.files import whole_file
-from peagle.regenerate.answer_file import AnswerFile, answer_record
-from peagle.regenerate.answers import EngineAnswers
+from peagle.regenerate.answers import AnswerFile, EngineAnswers, answer_record
 from peagle.regenerate.config import RegenerateConfig
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
@@ -82,7 +81,7 @@ def regenerate(config: RegenerateConfig) -> int:
                 turn += 1
         finally:
             source.close()
-        num_answers = file.finish(job.row_ids)
+        num_answers = file.finish(sorted(job.places, key=job.places.__getitem__))
     job.report(num_before, num_answers, time.monotonic() - began_s)
     return 0
 
@@ -96,12 +95,7 @@ class _Job:
         self.rejected: list[dict[str, Any]] = []
         self.reasons: Counter[str] = Counter()
         self._numbers: dict[str, int] = {}  # id of a conversation -> its number in the input
-        self._places: dict[str, tuple[int, int]] = {}  # row id -> (number of its conversation, turn)
-
-    @property
-    def row_ids(self) -> list[str]:
-        """Of all answers that were wanted, in the order of the input."""
-        return sorted(self._places, key=self._places.__getitem__)
+        self.places: dict[str, tuple[int, int]] = {}  # row id -> (number of its conversation, turn)
 
     @property
     def reasons_text(self) -> str:
@@ -109,7 +103,7 @@ class _Job:
         return ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common()) or "nothing was read"
 
     def reject(self, where: str, row_id: str | None, reason: str, detail: str) -> None:
-        """Count a row, or a turn, that gets no answer, and name it (the first few of each reason)."""
+        """Count a row, or a turn, that gets no answer, and name the first few of each reason."""
         self.rejected.append({"where": where, "id": row_id, "reason": reason, "detail": detail})
         self.reasons[reason] += 1
         if self.reasons[reason] <= _NAMED:
@@ -136,18 +130,17 @@ class _Job:
         for conversation in conversations:
             has_more = turn > 1 or bool(conversation.next_turns)
             row_id = f"{conversation.row_id}/{turn}" if has_more else conversation.row_id
-            task = _Task(row_id, conversation, [])
             try:
-                task = replace(task, prompt_ids=render_prompt(self.tokenizer, conversation))
+                prompt_ids = render_prompt(self.tokenizer, conversation)
+                if len(prompt_ids) >= max_tokens:
+                    reason = f"longer than the verifier takes ({max_tokens} tokens, one of them new)"
+                    raise UnusableRow(reason, f"row {row_id} has {len(prompt_ids)} tokens")
             except UnusableRow as problem:
-                self.reject(task.where, row_id, problem.reason, problem.detail)
+                where = f"{conversation.origin}:{conversation.line}"
+                self.reject(where, row_id, problem.reason, problem.detail)
                 continue
-            if len(task.prompt_ids) >= max_tokens:
-                reason = f"longer than the verifier takes ({max_tokens} tokens, one of them new)"
-                self.reject(task.where, row_id, reason, f"row {row_id} has {len(task.prompt_ids)} tokens")
-                continue
-            tasks.append(task)
-            self._places[row_id] = (self._numbers[conversation.row_id], turn)
+            tasks.append(_Task(row_id, conversation, prompt_ids))
+            self.places[row_id] = (self._numbers[conversation.row_id], turn)
         return tasks
 
     def answer(self, tasks: list[_Task], turn: int, source: AnswerSource, file: AnswerFile) -> None:
@@ -156,10 +149,11 @@ class _Job:
         wanted = {row_id for row_id in by_id if row_id not in file.records}
         if not wanted:
             return
-        prompts = [
-            Prompt(task.row_id, task.prompt_ids, _seed(self.config.seed, task.row_id), task.conversation)
-            for task in tasks
-        ]
+        prompts = []
+        for task in tasks:
+            digest = hashlib.sha256(f"{self.config.seed} {task.row_id}".encode()).digest()
+            seed = int.from_bytes(digest[:8], "big") >> 1
+            prompts.append(Prompt(task.row_id, task.prompt_ids, seed, task.conversation))
         began_s, before = time.monotonic(), self.num_tokens
         with log.progress("regenerate" if turn == 1 else f"regenerate turn {turn}", len(wanted), "answers") as meter:
             for result in source.answers(prompts, wanted):
@@ -260,13 +254,8 @@ def _open(
         from peagle.vllm.answers import EndpointAnswers
 
         source = EndpointAnswers(verifier, settings, config, config.chat)
-        if config.chat:
-            return source
-        with contextlib.suppress(UnusableRow):  # said later, with its line
-            source.compare_template(first, render_prompt(tokenizer, first))
+        if not config.chat:
+            with contextlib.suppress(UnusableRow):  # said later, with its line
+                source.compare_template(first, render_prompt(tokenizer, first))
         return source
     return EngineAnswers(TransformersVerifier(verifier, config.dtype, config.device), settings, config.batch_size)
-
-
-def _seed(seed: int, row_id: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {row_id}".encode()).digest()[:8], "big") >> 1
