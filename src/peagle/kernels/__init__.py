@@ -7,18 +7,18 @@ once why it cannot be), and the loss's functions choose by themselves.
 
 from peagle.kernels.cpu import (
     TILE_ROWS,
+    Tile,
     attend,
     causal_tiles,
     log_sum_exp,
     native_attention_problem,
+    num_native_threads,
     reference_attend,
     rms_norm,
     soft_cross_entropy_,
     softmax_with_entropy,
     swiglu,
 )
-from peagle.kernels.native import Tile
-from peagle.kernels.native import num_threads as num_native_threads
 
 __all__ = [
     "TILE_ROWS",
