@@ -41,8 +41,8 @@ MUTATIONS = {
     ),
     "M04": (
         "data/tokenize.py",
-        "mask[place] = 1 if tagged is None else tagged[place]",
-        "mask[place] = 0 if tagged is None else tagged[place]",
+        "mask[start:end] = [1] * (end - start) if tagged is None",
+        "mask[start:end] = [0] * (end - start) if tagged is None",
     ),
     "M09": (
         "data/tokenize.py",
@@ -54,11 +54,11 @@ MUTATIONS = {
         "text, add_special_tokens=False, return_attention_mask",
         "text, add_special_tokens=True, return_attention_mask",
     ),
-    "M14": ("data/tokenize.py", "supervised = sum(row.loss_mask)", "return None"),
+    "M14": ("data/tokenize.py", "supervised = sum(row.loss_mask)", "return row"),
     "M16": (
         "data/tokenize.py",
-        'return UnusableRow(NO_SPAN, f"0 of {len(whole.input_ids)} tokens supervised")',
-        "return None",
+        'raise UnusableRow(NO_SPAN, f"0 of {len(mask)} tokens supervised")',
+        "return row",
     ),
     "T01": (
         "verifier/special_tokens.py",

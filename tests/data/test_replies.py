@@ -6,7 +6,7 @@ import pytest
 
 from peagle.data.formats import conversation_of
 from peagle.data.records import Conversation
-from peagle.data.template import ChatTemplate, Shape, ThinkFormat, split_thought
+from peagle.data.template import ChatTemplate, ThinkFormat, split_thought
 from peagle.data.tokenize import RowTokenizer
 from tests.data.toys import OPENING, QWEN3, QWEN3_THINKING, chat, supervised, toy_tokenizer
 
@@ -139,11 +139,11 @@ def test_a_template_that_forgets_reasoning_once_the_reply_is_there_is_read_witho
 def test_the_format_of_reasoning_is_seen_where_the_template_prints_some():
     assert rows_of(FORGETS, FIELD)[0] == [("<|user|>why work<|bot|>", ["<think>work</think>so<|im_end|>"])]
     assert rows_of(FORGETS, INLINE)[0] == [("<|user|>why work<|bot|>", ["<think>work</think>so<|im_end|>"])]
-    assert ChatTemplate(toy_tokenizer(FORGETS), {}).shape.think_format == ThinkFormat("<think>", "", "", "</think>", "")
-    assert ChatTemplate(toy_tokenizer(QWEN3), {}).shape.think_format == ThinkFormat(
+    assert ChatTemplate(toy_tokenizer(FORGETS), {}).think_format == ThinkFormat("<think>", "", "", "</think>", "")
+    assert ChatTemplate(toy_tokenizer(QWEN3), {}).think_format == ThinkFormat(
         "<think>", "\n", "\n", "</think>", "\n\n"
     )
-    assert ChatTemplate(toy_tokenizer(THINKS), {}).shape.think_format is None
+    assert ChatTemplate(toy_tokenizer(THINKS), {}).think_format is None
 
 
 def test_a_call_without_text_is_null_for_a_template_that_asks_and_empty_for_one_that_prints_null():
@@ -151,7 +151,7 @@ def test_a_call_without_text_is_null_for_a_template_that_asks_and_empty_for_one_
     printed = NULL_CONTENT.replace("message.content is not none", "true")
     printed = printed.replace("'<|bot|>' + message.content", "'<|bot|>' + message.content | string")
     for template, expected in ((NULL_CONTENT, None), (printed, "")):
-        assert ChatTemplate(toy_tokenizer(template, SPECIALS), {}).shape.no_content == expected
+        assert ChatTemplate(toy_tokenizer(template, SPECIALS), {}).no_content == expected
 
 
 def test_a_call_whose_name_is_not_printed_rejects_the_row():
@@ -213,6 +213,5 @@ def test_reasoning_and_text_are_told_apart(content, expected):
     ("template", "opens"), [(OPENING, True), (QWEN3_THINKING, True), (QWEN3, False), (THINKS_NOT, False)]
 )
 def test_a_prompt_that_opens_a_block_is_known(template, opens):
-    shape = ChatTemplate(toy_tokenizer(template, SPECIALS), {}).shape
-    assert isinstance(shape, Shape)
-    assert shape.prompt_opens is opens
+    template = ChatTemplate(toy_tokenizer(template, SPECIALS), {})
+    assert template.prompt_opens is opens

@@ -272,8 +272,7 @@ def _why_nothing(config: PrepareConfig, counts: Counts, marks: TextMarks | None,
     if main == NO_SPAN:
         parts.append(f"0 of {counts.unsupervised_tokens} tokens supervised.")
         if marks is not None:
-            looked = marks.pattern.pattern if marks.pattern else marks.header
-            parts.append(f"Looked for {looked!r}: was the text rendered for another model than {config.model}?")
+            parts.append(f"Looked for {marks.shown!r}: was the text rendered for another model than {config.model}?")
     elif main == NO_TOKEN:
         parts.append(f"Raise --seq-length (now {config.seq_length}), or use data with shorter prompts.")
     elif main == NO_REPLY:

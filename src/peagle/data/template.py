@@ -1,7 +1,7 @@
 """A verifier's chat template: rendering conversations as a server would, and turning the text into token ids once.
 
 Templates read their turns in different forms (reasoning under one key or another, tool arguments as text or as an
-object). `Shape` finds out what one template reads by rendering short probes with it.
+object). What one template reads is found out by rendering short probes with it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import functools
 import json
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peagle.data.boundaries import AddedTokens
 from peagle.data.formats import REASONING_KEYS
 from peagle.data.records import Conversation, Message, UnusableRow
 from peagle.errors import ConfigError, TemplateError
@@ -24,7 +25,8 @@ _WORD = r"(?:[\w-]+:)?(?:thinking|think|thought|reasoning|reason)"
 OPENING_TAG = rf"(?:<\|?{_WORD}\|?>|<\|START_THINKING\|>|\[THINK\])"
 CLOSING_TAG = rf"(?:<\|?/{_WORD}\|?>|<\|END_THINKING\|>|\[/THINK\])"
 CLOSING = re.compile(CLOSING_TAG)
-_CALL = {"type": "function", "id": "probe0001", "function": {"name": "probe_name", "arguments": {"k_probe": "v"}}}
+_FUNCTION = {"name": "probe_name", "arguments": {"k_probe": "v"}}
+_CALL: dict[str, Any] = {"type": "function", "id": "probe0001", "function": _FUNCTION}
 _RESULT, _THOUGHT, _TEXT = "probe_result", "probe_thought", "probe_text"
 _CACHE: weakref.WeakKeyDictionary[Any, ChatTemplate] = weakref.WeakKeyDictionary()
 
@@ -41,19 +43,37 @@ def render_prompt(tokenizer: Any, conversation: Conversation) -> list[int]:
         UnusableRow: the template refuses this conversation; the reason is for the list of rejected rows.
     """
     template = ChatTemplate.of(tokenizer)
-    conversation = replace(conversation, messages=template.shape.split(conversation.messages))
+    conversation = replace(conversation, messages=template.split(conversation.messages))
     return template.encode(template.render(conversation, len(conversation.messages), True))
 
 
+@dataclass(frozen=True)
+class ThinkFormat:
+    """How reasoning is written in front of a reply: opening + before + reasoning + after + closing + gap + text."""
+
+    opening: str
+    before: str
+    after: str
+    closing: str
+    gap: str
+
+
 class ChatTemplate:
-    """The chat template of one tokenizer; turns are handed over in the shape that it reads."""
+    """The chat template of one tokenizer, and the form in which it reads turns, each trait probed when first needed."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self.options = dict(options)
         self.text = template_text(tokenizer)
         self.has_generation_tags = bool(GENERATION_TAG.search(self.text)) and bool(tokenizer.is_fast)
-        self.shape = Shape(self.text, self._render_bare)
+        self.reasoning_keys = tuple(
+            key for key in REASONING_KEYS if re.search(rf"(?:\.|['\"]){key}\b(?!\s*=)", self.text)
+        )
+
+    @functools.cached_property
+    def added_tokens(self) -> AddedTokens:
+        """The added tokens of its tokenizer."""
+        return AddedTokens.of(self.tokenizer)
 
     @staticmethod
     def of(tokenizer: Any) -> ChatTemplate:
@@ -67,32 +87,34 @@ class ChatTemplate:
         """Render the first `num_messages` turns.
 
         Raises:
-            UnusableRow: the template refuses these turns, or is known to drop the tool turns among them.
+            UnusableRow: the template refuses these turns, or is known to drop the tool turns among them: a call's name
+                is not in the text, or the template prints no tool results.
         """
         messages = conversation.messages[:num_messages]
-        options = conversation.template_options
-        rendered = self.render_messages(messages, conversation.tools, options, add_generation_prompt)
-        self.shape.refuse_what_it_drops(messages, rendered)
+        rendered = self.render_messages(conversation, messages, add_generation_prompt)
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                name = call["function"]["name"]
+                if name not in rendered:
+                    detail = f"it prints no call of {name!r}; give --chat-template"
+                    raise UnusableRow("template drops tool turns", detail)
+            if message["role"] == "tool" and not self.keeps_results:
+                raise UnusableRow("template drops tool turns", "it prints no tool results; give --chat-template")
         return rendered
 
     def render_messages(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        options: Mapping[str, Any],
-        add_generation_prompt: bool,
+        self, conversation: Conversation | None, messages: Sequence[Message], add_generation_prompt: bool
     ) -> str:
-        """Render turns given one by one; options of the row win over those of the run."""
-        shaped = [self.shape.of(message) for message in messages]
-        return self._apply(shaped, tools, options, add_generation_prompt=add_generation_prompt, tokenize=False)
+        """Render turns with a conversation's tools and options, if one is given; its options win over the run's."""
+        shaped = [self._shaped(message) for message in messages]
+        rendered: str = self._apply(conversation, shaped, add_generation_prompt=add_generation_prompt, tokenize=False)
+        return rendered
 
     def tagged_mask(self, conversation: Conversation, num_messages: int) -> tuple[list[int], list[int]]:
         """Ids and assistant mask of the first `num_messages` turns, as the template's generation tags have it."""
-        shaped = [self.shape.of(message) for message in conversation.messages[:num_messages]]
         found = self._apply(
-            shaped,
-            conversation.tools,
-            conversation.template_options,
+            conversation,
+            [self._shaped(message) for message in conversation.messages[:num_messages]],
             add_generation_prompt=False,
             tokenize=True,
             return_dict=True,
@@ -101,10 +123,8 @@ class ChatTemplate:
         )
         return list(found["input_ids"]), list(found["assistant_masks"])
 
-    def _render_bare(self, messages: list[Message], add_generation_prompt: bool) -> str:
-        return self._apply(messages, (), {}, add_generation_prompt=add_generation_prompt, tokenize=False)
-
-    def _apply(self, messages: list[Message], tools: Any, options: Mapping[str, Any], **how: Any) -> Any:
+    def _apply(self, conversation: Conversation | None, messages: list[Message], **how: Any) -> Any:
+        tools, options = (conversation.tools, conversation.template_options) if conversation is not None else ((), {})
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, **{**self.options, **options, **how}
@@ -122,6 +142,85 @@ class ChatTemplate:
             text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         return list(found["input_ids"])
+
+    def _shaped(self, message: Message) -> Message:
+        """A turn with the keys and argument form that this template reads."""
+        reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
+        shaped = dict(message)
+        if reasoning is not None:
+            shaped.update(dict.fromkeys(self.reasoning_keys, reasoning))
+        if calls is not None:
+            if self.wants_arguments_as_text:
+                shaped["tool_calls"] = [_with_text_arguments(call) for call in calls]
+            if not message["content"]:
+                shaped["content"] = self.no_content
+        return shaped
+
+    def split(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The turns with reasoning that stands in the text moved into its own field, for a template that reads one.
+
+        A closing tag alone stays where it is if the generation prompt opens the block: such a reply follows it so.
+        """
+        return tuple(self._split(message) for message in messages) if self.reasoning_keys else tuple(messages)
+
+    def _split(self, message: Message) -> Message:
+        content = message["content"]
+        closing = CLOSING.search(content)
+        if message["role"] != "assistant" or "reasoning_content" in message or closing is None:
+            return message
+        parts = split_thought(content)
+        is_continued = opening_of(closing.group()) not in content[: closing.start()] and self.prompt_opens
+        if parts is None or is_continued:
+            return message
+        return {**message, "content": parts[1], "reasoning_content": parts[0]}
+
+    @functools.cached_property
+    def wants_arguments_as_text(self) -> bool:
+        """Whether tool arguments must be JSON text: an object makes the template fail or prints Python's notation."""
+        as_object, as_text = (self._probe([_call(is_text, "")]) for is_text in (False, True))
+        if as_text is None or '{"k_probe"' not in as_text:
+            return False
+        return as_object is None or "{'k_probe'" in as_object
+
+    @functools.cached_property
+    def no_content(self) -> str | None:
+        """What a tool call without text has as content: null, as the API sends it, unless the template prints that."""
+        rendered = self._probe([_call(self.wants_arguments_as_text, None)])
+        return "" if rendered is None or "None" in rendered else None
+
+    @functools.cached_property
+    def keeps_results(self) -> bool:
+        """Whether a tool's result appears in the text; True where a probe cannot tell."""
+        result = {"role": "tool", "content": _RESULT, "tool_call_id": "probe0001", "name": "probe_name"}
+        rendered = self._probe([_call(self.wants_arguments_as_text, self.no_content), result])
+        return rendered is None or _RESULT in rendered
+
+    @functools.cached_property
+    def prompt_opens(self) -> bool:
+        """Whether the generation prompt ends with an opening think tag."""
+        prompt = self._probe([], add_generation_prompt=True)
+        return prompt is not None and re.search(rf"{OPENING_TAG}\s*$", prompt) is not None
+
+    @functools.cached_property
+    def think_format(self) -> ThinkFormat | None:
+        """How this template writes reasoning, seen in a turn where it prints some; None if it never does."""
+        thought = {"reasoning_content": _THOUGHT, **dict.fromkeys(self.reasoning_keys, _THOUGHT)}
+        plain = {"role": "assistant", "content": _TEXT, **thought}
+        pattern = re.compile(rf"({OPENING_TAG})(\s*){_THOUGHT}(\s*)({CLOSING_TAG})(\s*)(?={_TEXT})")
+        for turn in (plain, {**_call(self.wants_arguments_as_text, _TEXT), **thought}):
+            found = pattern.search(self._probe([turn]) or "")
+            if found:
+                return ThinkFormat(*found.groups())
+        return None
+
+    def _probe(self, messages: list[Message], add_generation_prompt: bool = False) -> str | None:
+        """These turns behind a user's, rendered as they are; None where the template refuses them."""
+        turns = [{"role": "user", "content": "a"}, *messages]
+        try:
+            rendered: str = self._apply(None, turns, add_generation_prompt=add_generation_prompt, tokenize=False)
+        except UnusableRow:
+            return None
+        return rendered
 
 
 def use_template_file(tokenizer: Any, path: Path | None) -> None:
@@ -156,147 +255,14 @@ def template_text(tokenizer: Any) -> str:
     return str(found)
 
 
-@dataclass(frozen=True)
-class ThinkFormat:
-    """How reasoning is written in front of a reply: opening + before + reasoning + after + closing + gap + text."""
-
-    opening: str
-    before: str
-    after: str
-    closing: str
-    gap: str
-
-
-class Shape:
-    """The form in which one template reads its turns; each property is probed when it is first needed."""
-
-    def __init__(self, text: str, render: Callable[[list[Message], bool], str]) -> None:
-        """
-        Args:
-            text: the template's source.
-            render: renders turns as they are, without tools, with a generation prompt or not; raises `UnusableRow`
-                where the template refuses them.
-        """
-        self._text, self._render = text, render
-        self.reasoning_keys = tuple(key for key in REASONING_KEYS if re.search(rf"(?:\.|['\"]){key}\b(?!\s*=)", text))
-
-    def of(self, message: Message) -> Message:
-        """A turn with the keys and argument form that this template reads."""
-        reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
-        if reasoning is None and calls is None:
-            return message
-        shaped = dict(message)
-        if reasoning is not None:
-            shaped.update(dict.fromkeys(self.reasoning_keys, reasoning))
-        if calls is not None:
-            if self.wants_arguments_as_text:
-                shaped["tool_calls"] = [_with_text_arguments(call) for call in calls]
-            if not message["content"]:
-                shaped["content"] = self.no_content
-        return shaped
-
-    def split(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The turns with reasoning that stands in the text moved into its own field, for a template that reads one.
-
-        A closing tag alone stays where it is if the generation prompt opens the block: such a reply follows it so.
-        """
-        if not self.reasoning_keys:
-            return tuple(messages)
-        return tuple(self._split(message) for message in messages)
-
-    def _split(self, message: Message) -> Message:
-        content = message["content"]
-        if message["role"] != "assistant" or "reasoning_content" in message or not CLOSING.search(content):
-            return message
-        found = split_thought(content)
-        closing = CLOSING.search(content)
-        if found is None or closing is None:
-            return message
-        if self.prompt_opens and opening_of(closing.group()) not in content[: closing.start()]:
-            return message
-        return {**message, "content": found[1], "reasoning_content": found[0]}
-
-    def refuse_what_it_drops(self, messages: Sequence[Message], rendered: str) -> None:
-        """Raise where tool turns are missing from a rendering of these messages.
-
-        Raises:
-            UnusableRow: a call's name is not in the text, or the template prints no tool results.
-        """
-        for message in messages:
-            for call in message.get("tool_calls", ()):
-                name = call["function"]["name"]
-                if name not in rendered:
-                    raise UnusableRow(
-                        "template drops tool turns", f"it prints no call of {name!r}; give --chat-template"
-                    )
-            if message["role"] == "tool" and not self.keeps_results:
-                raise UnusableRow("template drops tool turns", "it prints no tool results; give --chat-template")
-
-    @functools.cached_property
-    def wants_arguments_as_text(self) -> bool:
-        """Whether tool arguments must be JSON text: an object makes the template fail or prints Python's notation."""
-        as_object, as_text = (self._probe([_call(form, "")]) for form in ("object", "text"))
-        if as_text is None or '{"k_probe"' not in as_text:
-            return False
-        return as_object is None or "{'k_probe'" in as_object
-
-    @functools.cached_property
-    def no_content(self) -> str | None:
-        """What a tool call without text has as content: null, as the API sends it, unless the template prints that."""
-        rendered = self._probe([_call(self._form, None)])
-        return "" if rendered is None or "None" in rendered else None
-
-    @functools.cached_property
-    def keeps_results(self) -> bool:
-        """Whether a tool's result appears in the text; True where a probe cannot tell."""
-        result = {"role": "tool", "content": _RESULT, "tool_call_id": "probe0001", "name": "probe_name"}
-        rendered = self._probe([_call(self._form, self.no_content), result])
-        return rendered is None or _RESULT in rendered
-
-    @functools.cached_property
-    def prompt_opens(self) -> bool:
-        """Whether the generation prompt ends with an opening think tag."""
-        prompt = self._probe([], add_generation_prompt=True)
-        return prompt is not None and re.search(rf"{OPENING_TAG}\s*$", prompt) is not None
-
-    @functools.cached_property
-    def think_format(self) -> ThinkFormat | None:
-        """How this template writes reasoning, seen in a turn where it prints some; None if it never does."""
-        thought = {"reasoning_content": _THOUGHT, **dict.fromkeys(self.reasoning_keys, _THOUGHT)}
-        plain = {"role": "assistant", "content": _TEXT, **thought}
-        pattern = re.compile(
-            rf"({OPENING_TAG})(\s*){_THOUGHT}(\s*)({CLOSING_TAG})(\s*)(?={_TEXT})",
-        )
-        for turn in (plain, {**_call(self._form, _TEXT), **thought}):
-            found = pattern.search(self._probe([turn]) or "")
-            if found:
-                return ThinkFormat(*found.groups())
-        return None
-
-    @property
-    def _form(self) -> str:
-        return "text" if self.wants_arguments_as_text else "object"
-
-    def _probe(self, messages: list[Message], add_generation_prompt: bool = False) -> str | None:
-        try:
-            return self._render([{"role": "user", "content": "a"}, *messages], add_generation_prompt)
-        except UnusableRow:
-            return None
-
-
-def _call(form: str, content: str | None) -> Message:
-    call: dict[str, Any] = _CALL
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [_with_text_arguments(call) if form == "text" else call],
-    }
+def _call(has_text_arguments: bool, content: str | None) -> Message:
+    call = _with_text_arguments(_CALL) if has_text_arguments else _CALL
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
+    text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def split_thought(content: str) -> tuple[str, str] | None:

@@ -6,12 +6,12 @@ already by the template's own markers or a pattern (`TextMarks`).
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from peagle.data.boundaries import AddedTokens, Boundaries
+from peagle.data.boundaries import Boundaries
 from peagle.data.records import Conversation, Message, ReadyRow, Rejected, TextRow, TokenRow, UnusableRow, rejected
 from peagle.data.replies import SUPPLIED, Reply, reply_of
 from peagle.data.template import ChatTemplate
@@ -23,6 +23,8 @@ NO_REPLY = "no reply"
 NO_TOKEN = "no supervised token within --seq-length"
 NO_SPAN = "no supervised token"
 TOO_SHORT = "reply too short"
+BEYOND_VOCABULARY = "id beyond the vocabulary"
+_EXAMPLE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,34 +75,66 @@ class RowTokenizer:
         """
         self.template, self.marks, self.no_template = template, marks, no_template
         self.vocab_size, self.seq_length, self.minimum_valid_tokens = vocab_size, seq_length, minimum_valid_tokens
-        self._added = AddedTokens.of(template.tokenizer) if template is not None else None
         self._pieces: dict[str, list[int]] = {}
 
     def __call__(self, row: Conversation | TextRow | ReadyRow | Rejected) -> Outcome:
-        """Tokenize one row; whatever is wrong with it ends up in `Outcome.rejected`."""
+        """Tokenize one row; whatever is wrong with it ends up in `Outcome.rejected`.
+
+        Raises:
+            TemplateError: a conversation comes and there is no template.
+        """
         if isinstance(row, Rejected):
             return Outcome(origin=row.origin, line=row.line, row_id=row.row_id or "", rejected=row)
+        # 1. The whole rows that it gives.
         notes: list[str] = []
+        dropped: list[UnusableRow] = []
+        whole_rows: list[TokenRow] = []
+        method = ""
         try:
             if isinstance(row, ReadyRow):
-                method = "ready"
-                found = [row.tokens]
+                method, whole_rows = "ready", [row.tokens]
             elif isinstance(row, TextRow):
                 assert self.marks is not None
-                ids, mask = text_tokens(self.marks, row.text)
-                method, found = self.marks.method, [_uncut(row.row_id, row.source, ids, mask)]
+                method, whole_rows = self.marks.method, [_uncut(row, "", *text_tokens(self.marks, row.text))]
+            elif self.template is None:
+                raise TemplateError(self.no_template)
             else:
-                method, found = self._conversation(row, notes)
+                method = "generation tags" if self.template.has_generation_tags else "prefixes"
+                whole_rows = self._conversation(self.template, row, notes)
         except UnusableRow as problem:
-            return _lost(row, problem)
-        repairs = () if isinstance(row, ReadyRow) else row.repairs
-        return self._cut_all(row, found, method, repairs, tuple(dict.fromkeys(notes)))
+            dropped.append(problem)
+        # 2. Cut to length, and checked.
+        rows: list[TokenRow] = []
+        num_cut = num_unsupervised = 0
+        example: list[int] = []
+        for whole in whole_rows:
+            try:
+                rows.append(self._cut(whole))
+                num_cut += rows[-1] is not whole
+            except UnusableRow as problem:
+                dropped.append(problem)
+                if problem.reason != BEYOND_VOCABULARY:
+                    num_unsupervised += len(whole.input_ids)
+                    example = example or whole.input_ids[:_EXAMPLE]
+        # 3. What became of it.
+        outcome = Outcome(
+            origin=row.origin, line=row.line, row_id=row.row_id, num_unsupervised=num_unsupervised, example=example
+        )
+        if not rows:
+            return replace(outcome, rejected=rejected(dropped[0], row.source, row.origin, row.line, row.row_id))
+        return replace(
+            outcome,
+            rows=rows,
+            dropped_turns=[problem.reason for problem in dropped],
+            repairs=() if isinstance(row, ReadyRow) else row.repairs,
+            notes=tuple(dict.fromkeys(notes)),
+            method=method,
+            num_cut=num_cut,
+        )
 
-    def _conversation(self, row: Conversation, notes: list[str]) -> tuple[str, list[TokenRow]]:
-        template = self.template
-        if template is None:
-            raise TemplateError(self.no_template)
-        row = replace(row, messages=template.shape.split(row.messages))
+    def _conversation(self, template: ChatTemplate, row: Conversation, notes: list[str]) -> list[TokenRow]:
+        """One row where a rendering of the whole holds every reply as it was exchanged, else a row per reply."""
+        row = replace(row, messages=template.split(row.messages))
         indices = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
         if not indices:
             detail = "the conversation is a prompt only; let the verifier write the reply with `peagle regenerate`"
@@ -109,156 +143,98 @@ class RowTokenizer:
             notes.append("turns behind the last reply dropped")
         replies = [reply_of(template, row, index) for index in indices]
         notes.extend(note for reply in replies for note in reply.notes)
-        method = "generation tags" if template.has_generation_tags else "prefixes"
         last = replies[-1]
         if all(reply.is_rendered and last.text.startswith(reply.text) for reply in replies):
-            whole = self._masked(row, replies, last, row.row_id)
+            whole = self._masked(template, row, replies, "")
             if whole is not None:
-                return method, [whole]
+                return [whole]
             notes.append("a token of the whole text crosses the start of a reply")
         elif len(replies) > 1:
             notes.append("the template rewrites history: a row per reply")
-        turns = []
+        rows = []
         for number, reply in enumerate(replies, start=1):
-            row_id = row.row_id if len(replies) == 1 else f"{row.row_id}/{number}"
-            turns.append(self._masked(row, [reply], reply, row_id) or self._joined(row, reply, row_id))
-        return method, turns
+            suffix = "" if len(replies) == 1 else f"/{number}"
+            rows.append(self._masked(template, row, [reply], suffix) or self._joined(template, row, reply, suffix))
+        return rows
 
-    def _masked(self, row: Conversation, replies: list[Reply], last: Reply, row_id: str) -> TokenRow | None:
-        """Ids of `last.text` with `replies` supervised; None if a token crosses the start of a reply."""
-        template, added = self.template, self._added
-        assert template is not None
-        assert added is not None
+    def _masked(self, template: ChatTemplate, row: Conversation, replies: list[Reply], suffix: str) -> TokenRow | None:
+        """Ids of the last reply's text with `replies` supervised; None if a token crosses the start of a reply.
+
+        Where the template has generation tags they must agree; the end token counts even if they leave it out.
+        """
+        last = replies[-1]
         tagged: list[int] | None = None
         if template.has_generation_tags and last.is_rendered:
             ids, tagged = template.tagged_mask(row, last.index + 1)
         else:
             ids = template.encode(last.text)
-        bounds = Boundaries(last.text, ids, added, template.encode, self._pieces)
+        bounds = Boundaries(last.text, ids, template.added_tokens, template.encode, self._pieces)
         mask = [0] * len(ids)
         for reply in replies:
             start = bounds.at(len(reply.prompt))
             end = bounds.end_of_turn(len(reply.prompt), len(reply.text))
             if start is None or end is None:
                 return None
-            _supervise(mask, start, end, tagged, ids[end - 1] in added.ending_ids)
-        return _uncut(row_id, row.source, ids, mask)
+            mask[start:end] = [1] * (end - start) if tagged is None else tagged[start:end]
+            if ids[end - 1] in template.added_tokens.ending_ids and any(mask[start:end]):
+                mask[end - 1] = 1
+        return _uncut(row, suffix, ids, mask)
 
-    def _joined(self, row: Conversation, reply: Reply, row_id: str) -> TokenRow:
+    def _joined(self, template: ChatTemplate, row: Conversation, reply: Reply, suffix: str) -> TokenRow:
         """Prompt ids, then reply ids, as generation makes them where whole-text tokens would cross the seam."""
-        template, added = self.template, self._added
-        assert template is not None
-        assert added is not None
         prompt = template.encode(reply.prompt)
         written = reply.text[len(reply.prompt) :]
         ids = template.encode(written)
-        decode: Callable[..., str] = template.tokenizer.decode
-        if decode(prompt + ids, **_PLAIN) != decode(template.encode(reply.text), **_PLAIN):
+        decode = functools.partial(
+            template.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        if decode(prompt + ids) != decode(template.encode(reply.text)):
             detail = f"a token crosses the start of the reply in turn {reply.index + 1}, and its text cannot be split"
             raise UnusableRow("unstable template", detail)
-        end = Boundaries(written, ids, added, template.encode, {}).end_of_turn(0, len(written))
+        end = Boundaries(written, ids, template.added_tokens, template.encode, {}).end_of_turn(0, len(written))
         mask = [0] * len(prompt) + [int(i < (len(ids) if end is None else end)) for i in range(len(ids))]
-        return _uncut(row_id, row.source, prompt + ids, mask)
-
-    def _cut_all(
-        self,
-        row: Conversation | TextRow | ReadyRow,
-        found: list[TokenRow],
-        method: str,
-        repairs: tuple[str, ...],
-        notes: tuple[str, ...],
-    ) -> Outcome:
-        kept: list[TokenRow] = []
-        dropped: list[UnusableRow] = []
-        num_cut = num_unsupervised = 0
-        example: list[int] = []
-        for whole in found:
-            problem = self._beyond_vocabulary(whole)
-            if problem is not None:
-                dropped.append(problem)
-                continue
-            cut = self._cut(whole)
-            problem = self._useless(cut, whole)
-            if problem is None:
-                kept.append(cut)
-                num_cut += cut is not whole
-            else:
-                dropped.append(problem)
-                num_unsupervised += len(whole.input_ids)
-                example = example or whole.input_ids[:_EXAMPLE]
-        if not kept:
-            lost = _lost(row, dropped[0])
-            return replace(lost, num_unsupervised=num_unsupervised, example=example)
-        return Outcome(
-            origin=row.origin,
-            line=row.line,
-            row_id=row.row_id,
-            rows=kept,
-            dropped_turns=[problem.reason for problem in dropped],
-            repairs=repairs,
-            notes=notes,
-            method=method,
-            num_unsupervised=num_unsupervised,
-            num_cut=num_cut,
-        )
-
-    def _beyond_vocabulary(self, row: TokenRow) -> UnusableRow | None:
-        odd = next((token for token in row.input_ids if not 0 <= token < self.vocab_size), None)
-        if odd is None:
-            return None
-        return UnusableRow("id beyond the vocabulary", f"id {odd}, the verifier has 0 to {self.vocab_size - 1}")
+        return _uncut(row, suffix, prompt + ids, mask)
 
     def _cut(self, whole: TokenRow) -> TokenRow:
-        limit, mask = self.seq_length, whole.loss_mask
-        excess = len(mask) - limit
-        if excess <= 0:
-            return whole
-        return replace(
-            whole,
-            input_ids=whole.input_ids[:limit],
-            loss_mask=mask[:limit],
-            next_is_supervised=bool(mask[limit - 1] and mask[limit]),
-            tail_length=max(whole.tail_length - excess, 0),
-        )
+        """The row itself or, where it is longer than the limit, its beginning.
 
-    def _useless(self, row: TokenRow, whole: TokenRow) -> UnusableRow | None:
-        """Why training could learn nothing from a row, or None."""
+        Raises:
+            UnusableRow: training could learn nothing from it, or an id is beyond the verifier's vocabulary.
+        """
+        odd = next((token for token in whole.input_ids if not 0 <= token < self.vocab_size), None)
+        if odd is not None:
+            raise UnusableRow(BEYOND_VOCABULARY, f"id {odd}, the verifier has 0 to {self.vocab_size - 1}")
+        limit, mask, row = self.seq_length, whole.loss_mask, whole
+        if len(mask) > limit:
+            row = replace(
+                whole,
+                input_ids=whole.input_ids[:limit],
+                loss_mask=mask[:limit],
+                next_is_supervised=bool(mask[limit - 1] and mask[limit]),
+                tail_length=max(whole.tail_length - (len(mask) - limit), 0),
+            )
         supervised = sum(row.loss_mask)
-        if supervised == 0 and 1 in whole.loss_mask:
-            first = whole.loss_mask.index(1)
-            detail = f"the first reply begins at token {first + 1}, --seq-length is {self.seq_length}"
-            return UnusableRow(NO_TOKEN, detail)
+        if supervised == 0 and 1 in mask:
+            raise UnusableRow(NO_TOKEN, f"the first reply begins at token {mask.index(1) + 1}, --seq-length is {limit}")
         if supervised == 0:
-            return UnusableRow(NO_SPAN, f"0 of {len(whole.input_ids)} tokens supervised")
+            raise UnusableRow(NO_SPAN, f"0 of {len(mask)} tokens supervised")
         if not row.label_positions():
-            return UnusableRow(TOO_SHORT, "a reply of one token leaves nothing to draft")
+            raise UnusableRow(TOO_SHORT, "a reply of one token leaves nothing to draft")
         if supervised < self.minimum_valid_tokens:
             detail = f"{supervised} supervised tokens, --minimum-valid-tokens is {self.minimum_valid_tokens}"
-            return UnusableRow(TOO_SHORT, detail)
-        return None
+            raise UnusableRow(TOO_SHORT, detail)
+        return row
 
 
-_EXAMPLE = 200
-_PLAIN = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-
-
-def _supervise(mask: list[int], start: int, end: int, tagged: list[int] | None, has_end_token: bool) -> None:
-    """Set the mask in [start, end), where generation tags agree; the end token counts even if the tags leave it out."""
-    for place in range(start, end):
-        mask[place] = 1 if tagged is None else tagged[place]
-    if tagged is not None and has_end_token and any(tagged[start:end]):
-        mask[end - 1] = 1
-
-
-def _uncut(row_id: str, source: str, ids: list[int], mask: list[int]) -> TokenRow:
+def _uncut(row: Conversation | TextRow, suffix: str, ids: list[int], mask: list[int]) -> TokenRow:
     return TokenRow(
-        row_id=row_id, source=source, input_ids=ids, loss_mask=mask, next_is_supervised=False, tail_length=0
+        row_id=row.row_id + suffix,
+        source=row.source,
+        input_ids=ids,
+        loss_mask=mask,
+        next_is_supervised=False,
+        tail_length=0,
     )
-
-
-def _lost(row: Conversation | TextRow | ReadyRow, problem: UnusableRow) -> Outcome:
-    why = rejected(problem, row.source, row.origin, row.line, row.row_id)
-    return Outcome(origin=row.origin, line=row.line, row_id=row.row_id, rejected=why)
 
 
 @dataclass(frozen=True)
@@ -268,26 +244,26 @@ class TextMarks:
     tokenizer: Any
     method: str
     """`markers` or `pattern`."""
-    header: str
-    """Text in front of every reply; empty with a pattern."""
-    opening: str
-    """What a generation prompt supplies behind the header (a think tag); never supervised."""
-    endings: tuple[str, ...]
-    """Texts that end a reply; the first one found does, itself included."""
-    pattern: re.Pattern[str] | None
-    """`--assistant-pattern`: its first group (or all of it) is supervised."""
+    pattern: re.Pattern[str]
+    """Its first group (or all of it) is supervised."""
+    shown: str
+    """What is looked for, for messages."""
 
 
 def marks_of_template(template: ChatTemplate) -> TextMarks:
     """Read the markers off a template by rendering two short conversations with it.
 
+    A reply begins behind the header that the template puts before one and behind what a generation prompt supplies
+    after that (a think tag), and ends with the first text that the template puts behind a reply, that text included.
+
     Raises:
         DataError: the template puts nothing before a reply by which it could be found.
     """
     user, reply = {"role": "user", "content": _USER}, {"role": "assistant", "content": _REPLY}
+    turns: list[list[Message]] = [[user], [user, reply], [user, reply, user, reply]]
     try:
-        bare, prompt = _render(template, [user], False), _render(template, [user], True)
-        one, two = _render(template, [user, reply], False), _render(template, [user, reply, user, reply], False)
+        prompt = template.render_messages(None, turns[0], True)
+        bare, one, two = (template.render_messages(None, messages, False) for messages in turns)
     except UnusableRow as problem:
         raise DataError(f"the chat template cannot be read for its markers ({problem.detail})") from None
     header = prompt[len(bare) :] if prompt.startswith(bare) else ""
@@ -297,12 +273,15 @@ def marks_of_template(template: ChatTemplate) -> TextMarks:
     header = header[: len(header) - len(opening)]
     if not header.strip():
         raise DataError("the chat template puts no marker before a reply; give --assistant-pattern")
-    ends = AddedTokens.of(template.tokenizer)
-    behind_last = one[one.rfind(_REPLY) + len(_REPLY) :]
-    first = two.find(_REPLY) + len(_REPLY)
-    behind_first = two[first : two.find(_USER, first)]
-    endings = {_ending(behind_last, ends), _ending(behind_first, ends)} - {""}
-    return TextMarks(template.tokenizer, "markers", header, opening, tuple(sorted(endings)), None)
+    added = template.added_tokens.pattern
+    endings = set()
+    for behind in (one.rpartition(_REPLY)[2], two.partition(_REPLY)[2].partition(_USER)[0]):
+        token = added.search(behind) if added else None
+        endings.add(behind[: token.end()] if token else behind.rstrip())
+    ends = "|".join(re.escape(ending) for ending in sorted(endings - {""}, key=len))
+    body = rf".*?(?:{ends})|.*" if ends else ".*"
+    pattern = re.compile(f"{re.escape(header)}(?:{re.escape(opening)})?({body})", re.DOTALL)
+    return TextMarks(template.tokenizer, "markers", pattern, header)
 
 
 def marks_of_pattern(tokenizer: Any, pattern: str) -> TextMarks:
@@ -312,20 +291,9 @@ def marks_of_pattern(tokenizer: Any, pattern: str) -> TextMarks:
         DataError: it is no regular expression.
     """
     try:
-        compiled = re.compile(pattern, re.DOTALL)
+        return TextMarks(tokenizer, "pattern", re.compile(pattern, re.DOTALL), pattern)
     except re.error as error:
         raise DataError(f"--assistant-pattern: not a regular expression ({error})") from None
-    return TextMarks(tokenizer, "pattern", "", "", (), compiled)
-
-
-def _render(template: ChatTemplate, messages: list[Message], add_generation_prompt: bool) -> str:
-    return template.render_messages(messages, (), {}, add_generation_prompt)
-
-
-def _ending(behind: str, added: AddedTokens) -> str:
-    """What ends a reply: the first added token behind it with the text up to there, else the line behind it."""
-    found = added.pattern.search(behind) if added.pattern else None
-    return behind[: found.end()] if found else behind.rstrip()
 
 
 def text_tokens(marks: TextMarks, text: str) -> tuple[list[int], list[int]]:
@@ -337,54 +305,26 @@ def text_tokens(marks: TextMarks, text: str) -> tuple[list[int], list[int]]:
         UnusableRow: the text is empty.
     """
     found = marks.tokenizer(
-        text,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
+        text, return_offsets_mapping=True, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
-    ids, offsets = list(found["input_ids"]), list(found["offset_mapping"])
+    ids, offsets = list(found["input_ids"]), [tuple(offset) for offset in found["offset_mapping"]]
     bos = marks.tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
         ids, offsets = ids[1:], offsets[1:]
     if not ids:
         raise UnusableRow("no text", "the text is empty")
-    spans = _pattern_spans(marks.pattern, text) if marks.pattern else _marker_spans(marks, text)
     mask = [0] * len(ids)
     place = 0
-    for start, end in spans:
+    group = 1 if marks.pattern.groups else 0
+    for start, end in (match.span(group) for match in marks.pattern.finditer(text) if match[group]):
         while place < len(ids) and not _begins_at(text, offsets[place], start):
             place += 1
         while place < len(ids) and offsets[place][0] < end:
-            mask[place] = int(_is_of_text(offsets, place))
+            mask[place] = int(offsets[place] != (0, 0))  # the offsets of special tokens put around the text
             place += 1
     return ids, mask
 
 
-def _begins_at(text: str, offset: tuple[int, int], start: int) -> bool:
+def _begins_at(text: str, offset: tuple[int, ...], start: int) -> bool:
     """Whether a token lies behind `start`, or crosses it with only white space before it (" The" of `A: The`)."""
     return offset[0] >= start or (offset[1] > start and text[offset[0] : start].isspace())
-
-
-def _is_of_text(offsets: list[tuple[int, int]], place: int) -> bool:
-    """False for the special tokens that the tokenizer put around the text: they have the offsets (0, 0)."""
-    return tuple(offsets[place]) != (0, 0)
-
-
-def _pattern_spans(pattern: re.Pattern[str], text: str) -> list[tuple[int, int]]:
-    group = 1 if pattern.groups else 0
-    return [match.span(group) for match in pattern.finditer(text) if match.end(group) > match.start(group)]
-
-
-def _marker_spans(marks: TextMarks, text: str) -> list[tuple[int, int]]:
-    spans = []
-    place = text.find(marks.header)
-    while place >= 0:
-        start = place + len(marks.header)
-        if marks.opening and text.startswith(marks.opening, start):
-            start += len(marks.opening)
-        ends = [found + len(mark) for mark in marks.endings if (found := text.find(mark, start)) >= 0]
-        end = min(ends, default=len(text))
-        spans.append((start, end))
-        place = text.find(marks.header, max(end, start))
-    return spans
