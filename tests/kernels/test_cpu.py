@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from peagle import kernels
 from peagle.kernels import Tile, attend, causal_tiles, cpu, reference_attend
-from peagle.layout import sample
-from peagle.layout.visibility import visible
+from peagle.layout import sample, visible
 
 CPU = torch.device("cpu")
 PROBLEM = kernels.native_attention_problem(CPU, torch.float32, 64)

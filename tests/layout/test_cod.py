@@ -1,4 +1,5 @@
-"""The COD layout against a slow oracle written from the definition, on random packed batches."""
+"""The COD layout against a slow oracle written from the definition, on random packed batches; who sees whom, against
+an oracle written from the paper: each chain unrolled as if it were decoded alone."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.errors import LayoutError
-from peagle.layout import full, sample
+from peagle.layout import full, sample, visible
 from peagle.layout.supervision import supervised_run
 
 
@@ -129,3 +130,38 @@ def test_wrong_number_of_generators_is_refused():
             down_sample_ratio_min=0.2,
             generators=[torch.Generator()],
         )
+
+
+# -------------------- who sees whom
+
+
+def decoded_view(anchor: int, depth: int, ids: torch.Tensor) -> set[tuple[int, int]]:
+    """What a server's drafter has in its cache when it drafts from `anchor` and stands at `depth`: the document's real
+    pairs up to the anchor, then the mask slots drafted so far in this pass."""
+    if ids[anchor] < 0:
+        return set()
+    pairs = {(p, 0) for p in range(anchor + 1) if ids[p] == ids[anchor]}
+    return pairs | {(anchor, d) for d in range(1, depth + 1)}
+
+
+@given(packs())
+@settings(max_examples=150, deadline=None)
+def test_visibility_is_what_a_drafter_would_have_cached(pack):
+    supervised, ids = pack
+    layout = full(supervised, ids, 4)
+    slots = [(a, 0) for a in range(len(ids))] + list(zip(layout.anchor_pos.tolist(), layout.depth.tolist()))
+    anchor = torch.tensor([a for a, _ in slots])
+    depth = torch.tensor([d for _, d in slots])
+    mask = visible(anchor, depth, anchor, depth, ids)
+    for row, (a, d) in enumerate(slots):
+        seen = {slots[i] for i in mask[row].nonzero()[:, 0].tolist()}
+        assert seen == {s for s in decoded_view(a, d, ids) if s in set(slots)}
+
+
+def test_anchors_outside_the_pack_are_refused():
+    ids = torch.zeros(3, dtype=torch.int64)
+    good, bad = torch.tensor([0]), torch.tensor([-1])
+    with pytest.raises(LayoutError, match="anchors must lie in"):
+        visible(bad, good, good, good, ids)
+    with pytest.raises(LayoutError, match="depths must not be negative"):
+        visible(good, bad, good, good, ids)

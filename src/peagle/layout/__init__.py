@@ -4,8 +4,7 @@ In: loss masks, document ids, a generator. Out: the positions that are targets, 
 and more. Always: nested (a chain has no gap), nothing crosses a document, the same generator gives the same layout.
 """
 
-from peagle.layout.cod import CodLayout, full, sample
+from peagle.layout.cod import CodLayout, full, sample, visible
 from peagle.layout.supervision import extent, label_positions
-from peagle.layout.visibility import visible
 
 __all__ = ["CodLayout", "extent", "full", "label_positions", "sample", "visible"]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import Batch
-from peagle.layout.visibility import visible
+from peagle.layout.cod import visible
 from peagle.train.attention import BasePass, Heads
 
 
