@@ -14,8 +14,7 @@ from peagle.evaluate.counts import Counts, DatasetCounts
 from peagle.evaluate.counts import report as acceptance
 from peagle.report.config import ReportConfig
 from peagle.report.data import collect
-from peagle.report.report import report
-from peagle.report.sections import MAX_POINTS, thinned, training_charts
+from peagle.report.report import MAX_POINTS, report, thinned, training_charts
 
 VERIFIER = "Example/Verifier-1B"
 

@@ -52,7 +52,7 @@ COMMANDS = {
     "evaluate": Subcommand(
         "peagle.evaluate.config:EvaluateConfig", "peagle.evaluate.run:evaluate", "Measure and serve"
     ),
-    "report": Subcommand("peagle.report.config:ReportConfig", "peagle.report.report:main", "Measure and serve"),
+    "report": Subcommand("peagle.report.config:ReportConfig", "peagle.report.report:report", "Measure and serve"),
     "check": Subcommand("peagle.serve.config:CheckConfig", "peagle.serve.check:check", "Measure and serve"),
     "serve": Subcommand("peagle.serve.config:ServeConfig", "peagle.serve.launch:serve", "Measure and serve"),
     "push": Subcommand("peagle.report.config:PushConfig", "peagle.report.hub:push", "Measure and serve"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,11 @@ class Record:
     metrics_path: Path | None
     """Where `metrics` came from."""
 
+    @property
+    def speed(self) -> dict[str, Any]:
+        """What was timed; empty where nothing was."""
+        return self.evaluation.get("speed", {})
+
 
 def collect(folders: list[Path]) -> list[Record]:
     """Find the drafters below `folders`, each once.
@@ -48,20 +54,24 @@ def collect(folders: list[Path]) -> list[Record]:
     for folder in folders:
         if not folder.exists():
             raise DataError(f"{folder}: no such folder")
-        found = [folder] if folder.is_file() else sorted(_files(folder, EVALUATION))
-        named = [(path, _name(folder, path, len(found))) for path in found]
-        fresh = [(path, name) for path, name in named if path.resolve() not in seen]
-        seen |= {path.resolve() for path, _ in fresh}
-        records += [_of_evaluation(path, name, folder) for path, name in fresh]
-        if not found:
-            trainings = [] if folder.is_file() else sorted(_files(folder, METRICS))
-            known = {record.metrics_path.resolve() for record in records if record.metrics_path}
-            if not trainings:
-                hint = f"`peagle evaluate --output {folder}` makes the first"
-                raise DataError(f"{folder}: neither {EVALUATION} nor {METRICS} in it or below; {hint}")
-            fresh_trainings = [path for path in trainings if path.resolve() not in known]
-            records += [_of_training(path, _name(folder, path, len(trainings)), folder) for path in fresh_trainings]
-    return _with_distinct_names(records)
+        make, paths = _of_evaluation, [folder] if folder.is_file() else sorted(_files(folder, EVALUATION))
+        if not paths:
+            make, paths = _of_training, sorted(_files(folder, METRICS))
+            seen |= {record.metrics_path.resolve() for record in records if record.metrics_path}
+        if not paths:
+            hint = f"`peagle evaluate --output {folder}` makes the first"
+            raise DataError(f"{folder}: neither {EVALUATION} nor {METRICS} in it or below; {hint}")
+        for path in paths:
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                records.append(make(path, _name(folder, path, len(paths)), folder))
+    # equal names get a number
+    counts: Counter[str] = Counter()
+    for i, record in enumerate(records):
+        counts[record.name] += 1
+        if counts[record.name] > 1:
+            records[i] = replace(record, name=f"{record.name} ({counts[record.name]})")
+    return records
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -139,14 +149,13 @@ def _of_evaluation(path: Path, name: str, root: Path) -> Record:
                 raise DataError(f"{path}: `{key}` is {found}, expected {kind}; measure again, or repair the file")
     checkpoint = _checkpoint_folder(evaluation, path.parent, root)
     metrics_path = _metrics_of(checkpoint, root)
-    manifests = _manifests([path.parent, checkpoint, checkpoint.parent if checkpoint else None])
     return Record(
         name=name,
         folder=path.parent,
         evaluation=evaluation,
         metrics=read_metrics(metrics_path) if metrics_path else (),
         checkpoint=read_json(checkpoint / "config.json") if checkpoint else {},
-        manifests=manifests,
+        manifests=_manifests([path.parent, checkpoint, checkpoint.parent if checkpoint else None]),
         metrics_path=metrics_path,
     )
 
@@ -176,27 +185,14 @@ def _metrics_of(checkpoint: Path | None, root: Path) -> Path | None:
     for folder in (checkpoint, checkpoint.parent) if checkpoint else ():
         if (folder / METRICS).is_file():
             return folder / METRICS
-    found = list(_files(root, METRICS)) if root.is_dir() else []
-    return found[0] if len(found) == 1 else None
+    paths = list(_files(root, METRICS)) if root.is_dir() else []
+    return paths[0] if len(paths) == 1 else None
 
 
 def _manifests(folders: list[Path | None]) -> tuple[tuple[str, dict[str, Any]], ...]:
     """The manifests in these folders, each stage once."""
-    found: dict[str, dict[str, Any]] = {}
+    stages: dict[str, dict[str, Any]] = {}
     for folder in folders:
-        manifest = read_json(folder / "manifest.json") if folder else {}
-        if manifest:
-            found.setdefault(str(manifest.get("stage", folder)), manifest)
-    return tuple(found.items())
-
-
-def _with_distinct_names(records: list[Record]) -> list[Record]:
-    """Give records of equal names a number."""
-    counts: dict[str, int] = {}
-    out = []
-    for record in records:
-        counts[record.name] = counts.get(record.name, 0) + 1
-        number = counts[record.name]
-        name = record.name if number == 1 else f"{record.name} ({number})"
-        out.append(replace(record, name=name))
-    return out
+        if folder and (manifest := read_json(folder / "manifest.json")):
+            stages.setdefault(str(manifest.get("stage", folder)), manifest)
+    return tuple(stages.items())
