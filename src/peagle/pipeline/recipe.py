@@ -33,6 +33,17 @@ STAGES: dict[str, tuple[str, str]] = {
 }
 
 
+# stage -> (the setting that says where it writes, and where that is unless given)
+_OUTPUTS = {
+    "regenerate": ("output", "answers.jsonl"),
+    "prepare": ("output", "prepared"),
+    "extract": ("output", "hidden_states"),
+    "train": ("save_path", "checkpoints"),
+    "evaluate": ("output", "evaluation"),
+    "report": ("output", "report"),
+}
+
+
 class Sizes(StageConfig):
     """The verifier's sizes, so that a plan can be made where the verifier itself cannot be reached."""
 
@@ -148,9 +159,8 @@ def read(path: Path, output: Path | None, changes: tuple[str, ...]) -> Recipe:
         _apply(values, change)
     recipe = Recipe.build(values)
     if not any(getattr(recipe, stage) is not None for stage in STAGES):
-        raise ConfigError(
-            f"{path}: no stage in it; stages are {', '.join(STAGES)} (write `check: {{}}` for one without settings)"
-        )
+        advice = "write `check: {}` for one without settings"
+        raise ConfigError(f"{path}: no stage in it; stages are {', '.join(STAGES)} ({advice})")
     return recipe
 
 
@@ -160,17 +170,20 @@ def stages(recipe: Recipe) -> list[Stage]:
     Raises:
         ConfigError: a setting of a stage that does not fit; the stage is named.
     """
+    made = {
+        stage: (getattr(recipe, stage) or {}).get(key, recipe.output / name) for stage, (key, name) in _OUTPUTS.items()
+    }
     ready = []
-    for name, (wired, reads, output) in _wiring(recipe).items():
+    for name, (wired, reads) in _wiring(recipe, made).items():
         given = getattr(recipe, name)
         if given is None:
             continue
-        settings = {**wired, **given}
+        writes = {_OUTPUTS[name][0]: made[name]} if name in _OUTPUTS else {}
+        settings = {**wired, **writes, **given}
         uses_server = settings.get("endpoint") in (SERVER, [SERVER])
         if uses_server and recipe.server is None:
-            raise ConfigError(
-                f"recipe `{recipe.name}`: an endpoint is `server`, but the recipe has no `server:` section"
-            )
+            text = "an endpoint is `server`, but the recipe has no `server:` section"
+            raise ConfigError(f"recipe `{recipe.name}`: {text}")
         if uses_server:
             settings["endpoint"] = [f"{recipe.server_url}/v1"]
         module, class_name = STAGES[name]
@@ -179,13 +192,15 @@ def stages(recipe: Recipe) -> list[Stage]:
             config = config_type.build(settings)
         except ConfigError as error:
             raise ConfigError(f"recipe `{recipe.name}`, stage `{name}`: {error}") from None
-        inputs = [_unlabelled(str(embedded.resolve(item))) for key in reads for item in _as_list(settings.get(key))]
+        named = [settings[key] for key in reads if settings.get(key) is not None]
+        items = [item for one in named for item in (one if isinstance(one, (list, tuple)) else [one])]
+        inputs = [_unlabelled(str(embedded.resolve(item))) for item in items]
         ready.append(
             Stage(
                 name=name,
                 config=config,
                 inputs=tuple(dict.fromkeys(inputs)),
-                output=Path(output),
+                output=Path(made[name] if name in made else wired["checkpoint"]),
                 uses_server=uses_server,
                 root=recipe.output,
             )
@@ -209,40 +224,21 @@ def server_config(recipe: Recipe) -> LaunchConfig | None:
         raise ConfigError(f"recipe `{recipe.name}`, `server`: {error}") from None
 
 
-def _wiring(recipe: Recipe) -> dict[str, tuple[dict[str, Any], tuple[str, ...], Any]]:
-    """What follows from the recipe for each stage: settings, the settings that name its inputs, its output."""
-
-    def place(stage: str, key: str, name: str) -> Any:
-        return (getattr(recipe, stage) or {}).get(key, recipe.output / name)
-
-    model = {"model": recipe.verifier}
-    answers = place("regenerate", "output", "answers.jsonl")
-    prepared = place("prepare", "output", "prepared")
-    states = place("extract", "output", "hidden_states")
-    checkpoints = place("train", "save_path", "checkpoints")
-    best = Path(checkpoints) / "checkpoint_best"
-    evaluation = place("evaluate", "output", "evaluation")
-    report = place("report", "output", "report")
-    data = {} if recipe.regenerate is None else {"data": [str(answers)]}
-    training = {"data_path": prepared, "hidden_states_path": states, "save_path": checkpoints}
+def _wiring(recipe: Recipe, made: dict[str, Any]) -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
+    """What follows for each stage from the recipe and from where each stage writes: settings, and which name inputs."""
+    model, best = {"model": recipe.verifier}, str(Path(made["train"]) / "checkpoint_best")
+    answers = {} if recipe.regenerate is None else {"data": [str(made["regenerate"])]}
+    training = {"data_path": made["prepare"], "hidden_states_path": made["extract"]}
     # online and hybrid training makes its states itself: what it leaves is no input
     trained_on = ("data_path",) if recipe.extract is None else ("data_path", "hidden_states_path")
     return {
-        "regenerate": ({**model, "output": answers}, ("model", "data"), answers),
-        "prepare": ({**model, "output": prepared, **data}, ("model", "data"), prepared),
-        "extract": (
-            {**model, "preprocessed_data": prepared, "output": states},
-            ("model", "preprocessed_data"),
-            states,
-        ),
-        "train": (
-            {"verifier_name_or_path": recipe.verifier, **training},
-            ("verifier_name_or_path", *trained_on),
-            checkpoints,
-        ),
-        "check": ({"checkpoint": str(best)}, ("checkpoint",), best),
-        "evaluate": ({"checkpoint": str(best), "output": evaluation}, ("checkpoint", "data"), evaluation),
-        "report": ({"folders": [str(evaluation), str(checkpoints)], "output": report}, ("folders",), report),
+        "regenerate": (model, ("model", "data")),
+        "prepare": ({**model, **answers}, ("model", "data")),
+        "extract": ({**model, "preprocessed_data": made["prepare"]}, ("model", "preprocessed_data")),
+        "train": ({"verifier_name_or_path": recipe.verifier, **training}, ("verifier_name_or_path", *trained_on)),
+        "check": ({"checkpoint": best}, ("checkpoint",)),
+        "evaluate": ({"checkpoint": best}, ("checkpoint", "data")),
+        "report": ({"folders": [str(made["evaluate"]), str(made["train"])]}, ("folders",)),
     }
 
 
@@ -269,9 +265,3 @@ def _unlabelled(name: str) -> str:
     """`LABEL=file.jsonl` without its label; anything else as it is."""
     file = name.partition("=")[2]
     return file if file and Path(file).exists() else name
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
