@@ -11,7 +11,7 @@ from peagle.pipeline import doctor as doctor_module
 from peagle.pipeline.config import DoctorConfig
 from peagle.pipeline.doctor import Finding, doctor, examine
 from peagle.verifier.model_config import load_verifier_config
-from peagle.vllm.support import InstalledVllm
+from peagle.vllm.launch import InstalledVllm
 from tests.fakes import BYTE_VOCABULARY, byte_tokenizer, tiny_verifier
 
 

@@ -19,7 +19,7 @@ from peagle.serve.config import CheckConfig
 from peagle.serve.files import Findings
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
-from peagle.vllm.support import InstalledVllm
+from peagle.vllm.launch import InstalledVllm
 from tests.fakes import edit_config, tiny_verifier
 
 VLLM = InstalledVllm("0.32.0", "", None)

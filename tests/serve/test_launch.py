@@ -12,8 +12,7 @@ from peagle.errors import CheckpointError, ConfigError
 from peagle.processes import ServerCommand
 from peagle.serve import launch
 from peagle.serve.launch import ServeConfig, serve, serve_command
-from peagle.vllm.launch import option
-from peagle.vllm.support import InstalledVllm
+from peagle.vllm.launch import InstalledVllm, option
 from tests.fakes import edit_config, tiny_verifier
 from tests.serve.test_check import drafter_of
 

@@ -13,8 +13,15 @@ from peagle.processes import ServerCommand
 from peagle.verifier.model_config import load_verifier_config
 from peagle.vllm import launch as vllm_launch
 from peagle.vllm.client import normal_url
-from peagle.vllm.launch import LaunchConfig, launch_command, option, server_url
-from peagle.vllm.support import InstalledVllm, detour_arguments, hands_out_states
+from peagle.vllm.launch import (
+    InstalledVllm,
+    LaunchConfig,
+    detour_arguments,
+    hands_out_states,
+    launch_command,
+    option,
+    server_url,
+)
 from tests.fakes import tiny_verifier
 
 ENGINE = InstalledVllm("0.32.0", "/opt/python", None)
@@ -93,7 +100,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(
 def test_without_vllm_the_line_says_how_to_get_it(
     verifier: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.vllm.support.engine_here", lambda: None)
+    monkeypatch.setattr("peagle.vllm.launch.engine_here", lambda: None)
     assert main(["launch-vllm", str(verifier), "--hidden-states-path", "/nowhere"]) == 2
     assert 'pip install "peagle[vllm]"' in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from peagle.serve.config_rules import check_config
 from peagle.serve.files import Findings, read_checkpoint
 from peagle.serve.tensor_rules import check_tensors
 from peagle.serve.verifier_rules import check_embedding, check_engine, check_verifier
-from peagle.vllm.support import InstalledVllm, engine_here
+from peagle.vllm.launch import InstalledVllm, engine_here
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 

@@ -14,8 +14,15 @@ from peagle.serve.config import CheckConfig, ServeConfig
 from peagle.serve.config_rules import check_config
 from peagle.serve.files import Findings
 from peagle.verifier.model_config import load_verifier_config
-from peagle.vllm.launch import address_arguments, option, server_url
-from peagle.vllm.support import MIN_VERSION, InstalledVllm, detour_arguments, find_engine
+from peagle.vllm.launch import (
+    MIN_VERSION,
+    InstalledVllm,
+    address_arguments,
+    detour_arguments,
+    find_engine,
+    option,
+    server_url,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from peagle.serve.config_rules import ServedShape
 from peagle.serve.files import CONFIG, Findings, RawCheckpoint
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.weights import load_embedding
-from peagle.vllm.support import MIN_VERSION, InstalledVllm, detour_arguments, needs_detour
+from peagle.vllm.launch import MIN_VERSION, InstalledVllm, detour_arguments, needs_detour
 
 MIN_EAGLE3 = (0, 10)
 """First vLLM that reads Speculators' EAGLE-3 checkpoints."""

@@ -16,9 +16,8 @@ from peagle.data.records import TokenRow
 from peagle.errors import ConfigError, VerifierError, one_line
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
-from peagle.vllm.launch import PLUGIN_FOLDER, extraction_arguments, plugin_environment
+from peagle.vllm.launch import PLUGIN_FOLDER, detour_arguments, extraction_arguments, find_engine, plugin_environment
 from peagle.vllm.states import GREEDY, StatesFolder, connector_answer, own_choices, row_states, to_be_checked
-from peagle.vllm.support import detour_arguments, find_engine
 
 logger = logging.getLogger(__name__)
 

@@ -32,13 +32,12 @@ from peagle.files import is_disk_full
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates, first_difference
 from peagle.vllm.client import REFUSALS_THAT_STOP, Endpoint, EndpointPool, RowRefusedError, ServedModel, in_parallel
+from peagle.vllm.launch import IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 
 MISMATCHES_THAT_STOP = 3
 """Rows in a row that the server read otherwise than they were sent."""
-IN_FLIGHT = "in-flight"
-"""Folder below `--hidden-states-path` that holds only what is under way: that path may be the store's own folder."""
 GREEDY: dict[str, float] = {
     "temperature": 0,
     # A model's generation_config.json may hold penalties, which the server would apply to its choice.

@@ -21,7 +21,7 @@ from peagle.serve.config import CheckConfig
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.source import GenerationSettings, Prompt
 from peagle.verifier.weights import load_embedding, load_head
-from peagle.vllm.support import engine_here
+from peagle.vllm.launch import engine_here
 from tests.vllm.real.conftest import questions
 from tests.vllm.support.commands import must, peagle
 from tests.vllm.support.decoding import Decoding, compare_decoding, compare_drafts, our_passes, question_prompts
