@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 from peagle import log
 from peagle._version import __version__
 from peagle.data.config import PrepareConfig
-from peagle.data.prepared import REJECTED, RowsWriter, foreign_dataset, read_summary
+from peagle.data.prepared import REJECTED, RowsWriter, read_summary, refuse_foreign
 from peagle.data.readers import Part, guess_rows, parts_of, read_parts
 from peagle.data.records import Rejected
-from peagle.data.template import ChatTemplate, template_text, use_template_file
+from peagle.data.template import ChatTemplate, use_template_file
 from peagle.data.tokenize import (
     NO_REPLY,
     NO_SPAN,
@@ -61,8 +61,8 @@ class Counts:
     dropped_turns: Counter[str] = field(default_factory=Counter)
     repaired: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    methods: Counter[str] = field(default_factory=Counter)
-    cut: int = 0
+    mask_from: Counter[str] = field(default_factory=Counter)
+    rows_cut: int = 0
     unsupervised_tokens: int = 0
     examples: dict[str, list[Rejected]] = field(default_factory=dict)
     """The first few rejected rows of each reason."""
@@ -74,17 +74,33 @@ class Counts:
         self.dropped_turns.update(outcome.dropped_turns)
         self.repaired.update(outcome.repairs)
         self.notes.update(outcome.notes)
-        self.cut += outcome.num_cut
+        self.rows_cut += outcome.num_cut
         self.unsupervised_tokens += outcome.num_unsupervised
         if outcome.rejected is None:
             self.kept += 1
-            self.methods[outcome.method] += 1
+            self.mask_from[outcome.method] += 1
             return
         self.dropped[outcome.rejected.reason] += 1
         first = self.examples.setdefault(outcome.rejected.reason, [])
         if len(first) < _SHOWN:
             first.append(outcome.rejected)
         self.example_ids = self.example_ids or outcome.example
+
+    def log(self) -> None:
+        """Log what was dropped and repaired, each reason with its count and the first places."""
+        for reason, number in self.dropped.most_common():
+            shown = "; ".join(f"{row.origin}:{row.line} ({row.detail})" for row in self.examples[reason])
+            more = f"; ... all in {REJECTED}" if number > _SHOWN else ""
+            logger.warning("dropped %d: %s: %s%s", number, reason, shown, more)
+        for level, line, counter in (
+            (logging.WARNING, "dropped %d replies of conversations that were kept: %s", self.dropped_turns),
+            (logging.INFO, "repaired %d: %s", self.repaired),
+            (logging.INFO, "noted %d: %s", self.notes),
+        ):
+            for text, number in counter.most_common():
+                logger.log(level, line, number, text)
+        if self.rows_cut:
+            logger.info("cut %d rows at --seq-length", self.rows_cut)
 
 
 def prepare(config: PrepareConfig) -> int:
@@ -96,13 +112,14 @@ def prepare(config: PrepareConfig) -> int:
     Raises:
         PeagleError: the model, the template or a file cannot be used, or no row is left.
     """
+    # 1. The tokenizer, the template and the data, before anything is written.
     started_s = time.monotonic()
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     vocab_size = load_vocab_size(config.model, config.trust_remote_code)
     template, no_template = _template(config, tokenizer)
     marks = _marks(config, tokenizer, template)
     parts = [part for spec in config.data for part in parts_of(spec)]
-    made_from = _made_from(config, tokenizer, vocab_size, parts)
+    made_from = _made_from(config, tokenizer, template, vocab_size, parts)
     if _is_done(config, made_from):
         return 0
     convert = RowTokenizer(
@@ -113,10 +130,12 @@ def prepare(config: PrepareConfig) -> int:
         seq_length=config.seq_length,
         minimum_valid_tokens=config.minimum_valid_tokens,
     )
+    # 2. Every row, in order.
     counts = Counts()
     with RowsWriter(config.output, vocab_size) as writer:
         rows = read_parts(parts, config.max_samples, config.mode)
-        total = _total(parts, config.max_samples)
+        guesses = [guess_rows(part.path) if part.path is not None else config.max_samples or 1 for part in parts]
+        total = max(1, min(sum(guesses), config.max_samples or sum(guesses)))
         with log.progress("prepare", total, "conversations") as meter:
             for outcome in ordered_map(convert, rows, config.num_preprocessing_workers):
                 counts.add(outcome)
@@ -127,12 +146,30 @@ def prepare(config: PrepareConfig) -> int:
                 elif outcome.repairs:
                     writer.repaired(outcome.origin, outcome.line, outcome.row_id, outcome.repairs)
                 meter.advance(1)
-        _report(counts)
+        # 3. The counts.
+        counts.log()
         if writer.num_rows == 0:
             writer.finish_empty()
             raise DataError(_why_nothing(config, counts, marks, tokenizer))
-        summary = _summary(config, counts, writer, made_from)
+        counters = ("dropped", "dropped_turns", "repaired", "notes", "mask_from")
+        summary = {
+            "format": 1,
+            "model": config.model,
+            "seq_length": config.seq_length,
+            **{key: made_from[key] for key in ("vocab_size", "tokenizer_sha256", "template_sha256")},
+            "rows_sha256": writer.rows_sha256(),
+            "read": counts.read,
+            "kept": counts.kept,
+            **{name: dict(getattr(counts, name).most_common()) for name in counters},
+            "rows": writer.num_rows,
+            "rows_cut": counts.rows_cut,
+            "tokens": writer.num_tokens,
+            "supervised_tokens": writer.num_supervised,
+            "sources": dict(sorted(writer.sources.items())),
+            "made_from": made_from,
+        }
         writer.finish(summary)
+    # 4. What was done.
     seconds = round(time.monotonic() - started_s, 2)
     log.write_run(config.output, "prepare", config, {**summary, "seconds": seconds})
     share = writer.num_supervised / writer.num_tokens
@@ -142,11 +179,8 @@ def prepare(config: PrepareConfig) -> int:
         sum(counts.dropped.values()), log.duration(seconds),
     )  # fmt: skip
     if share < _TINY_SHARE:
-        logger.warning(
-            "only %.2f %% of the tokens are supervised; look at them with `peagle inspect %s`",
-            100 * share,
-            config.output,
-        )
+        logger.warning("only %.2f %% of the tokens are supervised; look at them with `peagle inspect %s`",
+                       100 * share, config.output)  # fmt: skip
     return 0
 
 
@@ -187,22 +221,17 @@ def _marks(config: PrepareConfig, tokenizer: Any, template: ChatTemplate | None)
     return marks_of_template(template)
 
 
-def _made_from(config: PrepareConfig, tokenizer: Any, vocab_size: int, parts: list[Part]) -> dict[str, Any]:
+def _made_from(
+    config: PrepareConfig, tokenizer: Any, template: ChatTemplate | None, vocab_size: int, parts: list[Part]
+) -> dict[str, Any]:
     """Everything that decides the result: with the same values a second run would write the same rows."""
-    try:
-        template = hashlib.sha256(template_text(tokenizer).encode()).hexdigest()
-    except TemplateError:
-        template = None
-    settings = config.model_dump(
-        mode="json", exclude={"output", "overwrite", "num_preprocessing_workers", "chat_template", "trust_remote_code"}
-    )
-    inputs = {part.origin: sha256_file(part.path) if part.path else None for part in parts}
+    elsewhere = {"output", "overwrite", "num_preprocessing_workers", "chat_template", "trust_remote_code"}
     return {
         "peagle": __version__,
-        "settings": settings,
-        "inputs": inputs,
+        "settings": config.model_dump(mode="json", exclude=elsewhere),
+        "inputs": {part.origin: sha256_file(part.path) if part.path else None for part in parts},
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "template_sha256": template,
+        "template_sha256": hashlib.sha256(template.text.encode()).hexdigest() if template is not None else None,
         "vocab_size": vocab_size,
     }
 
@@ -217,12 +246,7 @@ def _is_done(config: PrepareConfig, made_from: dict[str, Any]) -> bool:
         return False
     summary = read_summary(config.output)
     if summary is None:
-        theirs = foreign_dataset(config.output)
-        if theirs is not None:
-            raise DataError(
-                f"{theirs}: a data set that `peagle prepare` did not make would be replaced. Give another --output, or "
-                "--overwrite to replace it."
-            )
+        refuse_foreign(config.output)
         return False
     found = summary.get("made_from")
     if found == made_from:
@@ -235,32 +259,6 @@ def _is_done(config: PrepareConfig, made_from: dict[str, Any]) -> bool:
     )
 
 
-def _total(parts: list[Part], limit: int | None) -> int:
-    """How many rows there are to read, for the progress bar: counted where that is cheap, else guessed from size."""
-    total = 0
-    for part in parts:
-        if part.path is None:
-            return limit or 1
-        total += guess_rows(part.path)
-    return max(1, min(total, limit) if limit else total)
-
-
-def _report(counts: Counts) -> None:
-    """Log what was dropped and repaired, each reason with its count and the first places."""
-    for reason, number in counts.dropped.most_common():
-        shown = "; ".join(f"{row.origin}:{row.line} ({row.detail})" for row in counts.examples[reason])
-        more = f"; ... all in {REJECTED}" if number > _SHOWN else ""
-        logger.warning("dropped %d: %s: %s%s", number, reason, shown, more)
-    for reason, number in counts.dropped_turns.most_common():
-        logger.warning("dropped %d replies of conversations that were kept: %s", number, reason)
-    for repair, number in counts.repaired.most_common():
-        logger.info("repaired %d: %s", number, repair)
-    for note, number in counts.notes.most_common():
-        logger.info("noted %d: %s", number, note)
-    if counts.cut:
-        logger.info("cut %d rows at --seq-length", counts.cut)
-
-
 def _why_nothing(config: PrepareConfig, counts: Counts, marks: TextMarks | None, tokenizer: Any) -> str:
     """One line for a run that kept nothing: the reasons, an example as it was seen, and what to do."""
     if counts.read == 0:
@@ -268,47 +266,20 @@ def _why_nothing(config: PrepareConfig, counts: Counts, marks: TextMarks | None,
     reasons = ", ".join(f"{number} {reason}" for reason, number in counts.dropped.most_common(4))
     main = counts.dropped.most_common(1)[0][0]
     first = counts.examples[main][0]
-    parts = [f"no row is left of {counts.read} read ({reasons}); first {first.origin}:{first.line}: {first.detail}."]
+    line = f"no row is left of {counts.read} read ({reasons}); first {first.origin}:{first.line}: {first.detail}."
     if main == NO_SPAN:
-        parts.append(f"0 of {counts.unsupervised_tokens} tokens supervised.")
+        line += f" 0 of {counts.unsupervised_tokens} tokens supervised."
         if marks is not None:
-            parts.append(f"Looked for {marks.shown!r}: was the text rendered for another model than {config.model}?")
+            line += f" Looked for {marks.shown!r}: was the text rendered for another model than {config.model}?"
     elif main == NO_TOKEN:
-        parts.append(f"Raise --seq-length (now {config.seq_length}), or use data with shorter prompts.")
+        line += f" Raise --seq-length (now {config.seq_length}), or use data with shorter prompts."
     elif main == NO_REPLY:
-        parts.append(f"Run `peagle regenerate --model {config.model}` on this data and prepare what it writes.")
+        line += f" Run `peagle regenerate --model {config.model}` on this data and prepare what it writes."
     elif main in ("unstable template", "template refuses the row", "template drops tool turns"):
-        parts.append(f"The chat template of {config.model} is at fault; another can be given with --chat-template.")
+        line += f" The chat template of {config.model} is at fault; another can be given with --chat-template."
     if counts.example_ids:
-        text = tokenizer.decode(counts.example_ids, skip_special_tokens=False)
-        parts.append(f"Example: {text[:200]!r}")
-    parts.append(f"All reasons: {config.output / REJECTED}")
-    return " ".join(parts)
-
-
-def _summary(config: PrepareConfig, counts: Counts, writer: RowsWriter, made_from: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "model": config.model,
-        "seq_length": config.seq_length,
-        "vocab_size": made_from["vocab_size"],
-        "tokenizer_sha256": made_from["tokenizer_sha256"],
-        "template_sha256": made_from["template_sha256"],
-        "rows_sha256": writer.rows_sha256(),
-        "read": counts.read,
-        "kept": counts.kept,
-        "dropped": dict(counts.dropped.most_common()),
-        "dropped_turns": dict(counts.dropped_turns.most_common()),
-        "repaired": dict(counts.repaired.most_common()),
-        "notes": dict(counts.notes.most_common()),
-        "mask_from": dict(counts.methods.most_common()),
-        "rows": writer.num_rows,
-        "rows_cut": counts.cut,
-        "tokens": writer.num_tokens,
-        "supervised_tokens": writer.num_supervised,
-        "sources": dict(sorted(writer.sources.items())),
-        "made_from": made_from,
-    }
+        line += f" Example: {tokenizer.decode(counts.example_ids, skip_special_tokens=False)[:200]!r}"
+    return f"{line} All reasons: {config.output / REJECTED}"
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], num_workers: int | None) -> Iterator[Result]:
@@ -326,25 +297,22 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], num_w
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted = min(cpus, 16) if num_workers is None else num_workers
     head = list(itertools.islice(rows, max(_SMALL, _CHUNK * wanted)))
-    is_small = num_workers is None and len(head) < _SMALL
-    wanted = 1 if is_small else max(1, min(wanted, -(-len(head) // _CHUNK)))  # no more processes than there is work for
+    wanted = min(wanted, -(-len(head) // _CHUNK))  # no more processes than there is work for
     rows = itertools.chain(head, rows)
-    if wanted == 1:
+    if wanted <= 1 or (num_workers is None and len(head) < _SMALL):
         yield from map(function, rows)
         return
     # The tokenizers library warns in every forked process otherwise; processes are the parallelism here.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    chunks = iter(lambda: list(itertools.islice(rows, _CHUNK)), [])
     with ProcessPoolExecutor(wanted, mp_context=context, initializer=_start, initargs=(function,)) as pool:
         waiting: deque[Future[list[Result]]] = deque()
         try:
-            for chunk in chunks:
-                waiting.append(pool.submit(_work, chunk))
-                if len(waiting) > 3 * wanted:
+            while (chunk := list(itertools.islice(rows, _CHUNK))) or waiting:
+                if chunk:
+                    waiting.append(pool.submit(_work, chunk))
+                if not chunk or len(waiting) > 3 * wanted:
                     yield from waiting.popleft().result()
-            while waiting:
-                yield from waiting.popleft().result()
         except BrokenProcessPool:
             raise DataError("a worker process was killed, probably for memory; try fewer --num-workers") from None
         finally:

@@ -230,14 +230,21 @@ def remove_prepared(folder: Path) -> None:
             path.unlink()
 
 
-def foreign_dataset(folder: Path) -> Path | None:
-    """A file of somebody else's Arrow dataset that preparing into `folder` would replace, if there is one.
+def refuse_foreign(folder: Path) -> None:
+    """Refuse to prepare into a folder where that would replace somebody else's Arrow dataset.
 
     Ours has the token frequencies (they arrive first and go last) or, after a kill, the work folder beside them.
+
+    Raises:
+        DataError: there is one.
     """
     if any((folder / name).exists() for name in (SUMMARY, FREQUENCIES, WORK)):
-        return None
-    return next((path for pattern in _OWN[:3] for path in sorted(folder.glob(pattern))), None)
+        return
+    for path in (path for pattern in _OWN[:3] for path in sorted(folder.glob(pattern))):
+        raise DataError(
+            f"{path}: a data set that `peagle prepare` did not make would be replaced. Give another --output, or "
+            "--overwrite to replace it."
+        )
 
 
 @contextlib.contextmanager

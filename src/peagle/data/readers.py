@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -64,11 +65,10 @@ def _lines(handle: Any) -> Iterator[Numbered]:
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         if raw.strip():
-            yield number, record_of(raw)
+            yield number, _record_of(raw)
 
 
-def record_of(raw: bytes) -> dict[str, Any] | UnusableRow:
-    """Parse one JSON line."""
+def _record_of(raw: bytes) -> dict[str, Any] | UnusableRow:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -94,14 +94,12 @@ def _read_json(path: Path) -> Iterator[Numbered]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not UTF-8: byte {error.start} is {raw[error.start]:#x}; save the file as UTF-8"
-        ) from None
-    start = len(text) - len(text.lstrip())
-    if start == len(text):
+        where = f"{path}: not UTF-8: byte {error.start} is {raw[error.start]:#x}"
+        raise DataError(f"{where}; save the file as UTF-8") from None
+    if not text or text.isspace():
         raise DataError(f"{path}: the file is empty")
-    if text[start] == "[":
-        yield from _array(path, text, start)
+    if text.lstrip().startswith("["):
+        yield from _array(path, text, text.index("["))
         return
     try:
         whole = json.loads(text)
@@ -110,42 +108,40 @@ def _read_json(path: Path) -> Iterator[Numbered]:
     except ValueError:
         yield from _lines(raw.splitlines(keepends=True) if b"\n" not in raw else raw.split(b"\n"))
         return
-    rows = None
-    if isinstance(whole, dict):
-        rows = next((whole[k] for k in ("data", "rows", "train", "instances") if _is_table(whole.get(k))), None)
-    for number, row in enumerate([whole] if rows is None else rows, start=1):
+    tables = [whole.get(key) for key in ("data", "rows", "train", "instances")] if isinstance(whole, dict) else []
+    filled = (rows for rows in tables if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows))
+    for number, row in enumerate(next(filled, [whole]), start=1):
         yield number, _object(row)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def _array(path: Path, text: str, start: int) -> Iterator[Numbered]:
     """The elements of a JSON array with the line each begins at; a broken array is refused, not half read."""
+
+    def broken(place: int, what: str) -> DataError:
+        line = 1 + text.count("\n", 0, place)
+        detail = f"the JSON array breaks off here ({what}); the rows after it cannot be read. Repair the file."
+        return DataError(f"{path}:{line}: {detail}")
+
     decoder = json.JSONDecoder()
-    place, line, counted = start + 1, 1 + text.count("\n", 0, start), start
-    first = True
+    line, counted, place = 1, 0, _skip_space(text, start + 1)
+    if text[place : place + 1] == "]":
+        return
     while True:
-        place = _skip_space(text, place)
-        if place < len(text) and text[place] == "]":
-            return
-        if not first:
-            if place >= len(text) or text[place] != ",":
-                raise DataError(_broken(path, text, place, "expected , or ]"))
-            place = _skip_space(text, place + 1)
         line += text.count("\n", counted, place)
         counted = place
         try:
             value, place = decoder.raw_decode(text, place)
         except RecursionError:
-            raise DataError(_broken(path, text, place, "nested too deeply")) from None
+            raise broken(place, "nested too deeply") from None
         except ValueError as error:
-            raise DataError(
-                _broken(path, text, getattr(error, "pos", place), getattr(error, "msg", str(error)))
-            ) from None
-        first = False
+            raise broken(getattr(error, "pos", place), getattr(error, "msg", str(error))) from None
         yield line, _object(value)
+        place = _skip_space(text, place)
+        if text[place : place + 1] == "]":
+            return
+        if text[place : place + 1] != ",":
+            raise broken(place, "expected , or ]")
+        place = _skip_space(text, place + 1)
 
 
 def _skip_space(text: str, place: int) -> int:
@@ -154,24 +150,21 @@ def _skip_space(text: str, place: int) -> int:
     return place
 
 
-def _broken(path: Path, text: str, place: int, what: str) -> str:
-    line = 1 + text.count("\n", 0, place)
-    return f"{path}:{line}: the JSON array breaks off here ({what}); the rows after it cannot be read. Repair the file."
-
-
 def _read_parquet(path: Path) -> Iterator[Numbered]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in table.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, without_nulls(row)
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256)
+        yield from rows_of(row for batch in batches for row in batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file ({one_line(error)})") from None
+
+
+def rows_of(table: Iterable[Any]) -> Iterator[Numbered]:
+    """The rows of a columnar table, numbered from 1, null fields left out."""
+    for number, row in enumerate(table, start=1):
+        yield number, without_nulls(row)
 
 
 def without_nulls(value: Any) -> Any:
@@ -217,16 +210,8 @@ class HubPart:
 
 
 BENCHMARK_PARTS = (
-    "HumanEval",
-    "math_reasoning",
-    "qa",
-    "question",
-    "rag",
-    "summarization",
-    "tool_call",
-    "translation",
-    "writing",
-)
+    "HumanEval", "math_reasoning", "qa", "question", "rag", "summarization", "tool_call", "translation", "writing",
+)  # fmt: skip
 """The nine tasks of the published acceptance table; each file has a `prompt` column."""
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 _BENCHMARKS = "RedHatAI/speculator_benchmarks"
@@ -293,12 +278,6 @@ def read_hub(part: HubPart) -> Iterator[Numbered]:
     yield from rows_of(table)
 
 
-def rows_of(table: Any) -> Iterator[Numbered]:
-    """The rows of a `datasets.Dataset`, numbered from 1, null fields left out."""
-    for number, row in enumerate(table, start=1):
-        yield number, without_nulls(row)
-
-
 @dataclass(frozen=True)
 class Part:
     """One file or hub split: what it is called, and how to read it."""
@@ -339,19 +318,17 @@ def read_parts(parts: Sequence[Part], max_samples: int | None, mode: Mode) -> It
     """Like `read_rows`, from parts that were looked up before."""
     row_ids = RowIds()
     for part, line, record in _in_order(parts, max_samples):
-        source, own_id = part.source, None
+        place: dict[str, Any] = {"source": part.source, "origin": part.origin, "line": line}
+        own_id = None
         try:
             if isinstance(record, UnusableRow):
                 raise record
-            source, own_id = _source(record, part), given_id(record)
-            yield _row(
-                record=record, mode=mode, source=source, own_id=own_id, origin=part.origin, line=line, row_ids=row_ids
-            )
+            place["source"], own_id = _source(record, part), given_id(record)
+            yield _row(record, mode, own_id, row_ids, place)
         except UnusableRow as problem:
-            yield rejected(problem, source, part.origin, line, own_id)
+            yield rejected(problem, **place, row_id=own_id)
         except RecursionError:
-            problem = UnusableRow("broken JSON", "nested too deeply")
-            yield rejected(problem, source, part.origin, line, own_id)
+            yield rejected(UnusableRow("broken JSON", "nested too deeply"), **place, row_id=own_id)
 
 
 def parts_of(spec: str) -> list[Part]:
@@ -360,10 +337,10 @@ def parts_of(spec: str) -> list[Part]:
     Raises:
         DataError: no file, folder or data set of that name.
     """
-    name, path = None, Path(spec)
-    if not path.exists() and "=" in spec:
-        name, _, rest = spec.partition("=")
-        spec, path = rest, Path(rest)
+    name = None
+    if not Path(spec).exists() and "=" in spec:
+        name, _, spec = spec.partition("=")
+    path = Path(spec)
     if not spec.strip():
         raise DataError("--data names nothing; expected a file, a folder or a data set")
     if path.is_dir():
@@ -376,13 +353,14 @@ def parts_of(spec: str) -> list[Part]:
         raise DataError(f"--data {spec}: no such file")
     parts = hub_parts(spec)
     if parts is None:
-        known = ", ".join(sorted(HUB_SETS))
-        raise DataError(f"--data {spec}: neither a file, nor a folder, nor a data set; known names are {known}")
+        known = f"known names are {', '.join(sorted(HUB_SETS))}"
+        raise DataError(f"--data {spec}: neither a file, nor a folder, nor a data set; {known}")
     return [Part(name or part.source, spec, lambda part=part: read_hub(part), None) for part in parts]
 
 
 def _file_part(path: Path, name: str | None) -> Part:
-    stem = path.name[: -len(next(suffix for suffix in (*SUFFIXES, "") if path.name.lower().endswith(suffix))) or None]
+    suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), "")
+    stem = path.name[: len(path.name) - len(suffix)]
     if name is None and stem.lower() in SPLIT_NAMES:
         stem = path.resolve().parent.name or stem
     return Part(name or stem, str(path), lambda: read_file(path), path)
@@ -397,9 +375,8 @@ def _folder_parts(path: Path, name: str | None) -> list[Part]:
         except Exception as error:
             raise DataError(f"--data {path}: not readable by `datasets` ({one_line(error)})") from None
         if isinstance(table, datasets.DatasetDict):
-            raise DataError(
-                f"--data {path}: has the splits {', '.join(table)}; name one, as {path}/{next(iter(table))}"
-            )
+            splits = list(table)
+            raise DataError(f"--data {path}: has the splits {', '.join(splits)}; name one, as {path}/{splits[0]}")
         return [Part(name or path.name, str(path), lambda: rows_of(table), None)]
     inside = sorted(file for file in path.iterdir() if not file.name.startswith("."))
     files = [file for file in inside if file.is_file() and file.name.lower().endswith(SUFFIXES)]
@@ -407,9 +384,8 @@ def _folder_parts(path: Path, name: str | None) -> list[Part]:
         raise DataError(f"--data {path}: the folder has no {', '.join(SUFFIXES)} file")
     skipped = [file.name for file in inside if file not in files]
     if skipped:
-        more = ", ..." if len(skipped) > _SHOWN else ""
-        logger.info("--data %s: read %d files, skipped %d others: %s%s", path, len(files), len(skipped),
-                    ", ".join(skipped[:_SHOWN]), more)  # fmt: skip
+        names = ", ".join(skipped[:_SHOWN]) + (", ..." if len(skipped) > _SHOWN else "")
+        logger.info("--data %s: read %d files, skipped %d others: %s", path, len(files), len(skipped), names)
     return [_file_part(file, name) for file in files]
 
 
@@ -420,19 +396,13 @@ def _in_order(parts: Sequence[Part], limit: int | None) -> Iterator[tuple[Part, 
             for line, record in part.read():
                 yield part, line, record
         return
-    open_parts = [(part, part.read()) for part in parts]
-    taken = 0
-    while open_parts:
-        still_open = []
-        for part, rows in open_parts:
-            if taken == limit:
-                return
-            found = next(rows, None)
-            if found is not None:
-                taken += 1
-                yield part, *found
-                still_open.append((part, rows))
-        open_parts = still_open
+    waiting = deque((part, part.read()) for part in parts)
+    while waiting and limit > 0:
+        part, rows = waiting.popleft()
+        if (row := next(rows, None)) is not None:
+            yield part, *row
+            waiting.append((part, rows))
+            limit -= 1
 
 
 def _source(record: dict[str, Any], part: Part) -> str:
@@ -445,14 +415,12 @@ def _source(record: dict[str, Any], part: Part) -> str:
     return part.source
 
 
-def _row(
-    record: dict[str, Any], mode: Mode, source: str, own_id: str | None, origin: str, line: int, row_ids: RowIds
-) -> Row:
+def _row(record: dict[str, Any], mode: Mode, own_id: str | None, row_ids: RowIds, place: dict[str, Any]) -> Row:
+    """The row of a record; `place` is its source, origin and line."""
     if "input_ids" in record:
         ready = ready_tokens(record)
         row_id = row_ids.unique(own_id) if own_id else row_ids.of_content(None, ready["input_ids"])
-        tokens = TokenRow(row_id=row_id, source=source, **ready)
-        return ReadyRow(row_id=row_id, source=source, origin=origin, line=line, tokens=tokens)
+        return ReadyRow(row_id=row_id, **place, tokens=TokenRow(row_id=row_id, source=place["source"], **ready))
     if mode == "text":
         text = record.get("text")
         if not isinstance(text, str):
@@ -460,16 +428,12 @@ def _row(
             raise UnusableRow("no text", f"{found}; --mode text reads rendered text, --mode chat reads conversations")
         repairs: set[str] = set()
         text = clean(text, repairs)
-        row_id = row_ids.of_content(own_id, text)
-        fixed = tuple(sorted(repairs))
-        return TextRow(row_id=row_id, source=source, origin=origin, line=line, text=text, repairs=fixed)
+        return TextRow(row_id=row_ids.of_content(own_id, text), **place, text=text, repairs=tuple(sorted(repairs)))
     draft = conversation_of(record)
     content = [draft.messages, draft.tools, draft.template_options, draft.next_turns]
     return Conversation(
         row_id=row_ids.of_content(own_id, content),
-        source=source,
-        origin=origin,
-        line=line,
+        **place,
         messages=tuple(draft.messages),
         tools=draft.tools,
         template_options=draft.template_options,
