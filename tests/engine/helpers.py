@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from peagle.drafter.network import Drafter
-from peagle.engine.drafting import Draft, Drafting
+from peagle.engine.drafting import Drafting, Proposal
 from tests.fakes import drafter_config
 
 
@@ -71,7 +71,7 @@ class Oracle(Drafting):
                 self.known[row] = self.known[row][:start] + new
             Oracle.real.append((tuple(self.known[row]), real.ids[place].tolist()))
             lines.append(self._line(self.known[row], real.ids.shape[1]))
-        return Draft(torch.tensor(lines), None)
+        return Proposal(torch.tensor(lines), None)
 
     def move(self, source: int, target: int, length: int) -> None:
         super().move(source, target, length)

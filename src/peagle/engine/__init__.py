@@ -5,8 +5,7 @@ verifier's own, sampled ones have its distribution; counts are made before an en
 """
 
 from peagle.config import Sampling
-from peagle.engine.acceptance import accept, probabilities
-from peagle.engine.engine import Engine
-from peagle.engine.records import Answer, Laps, Pass, Request
+from peagle.engine.acceptance import accept, common_prefix, probabilities
+from peagle.engine.engine import Answer, Engine, Laps, Pass, Request
 
-__all__ = ["Answer", "Engine", "Laps", "Pass", "Request", "Sampling", "accept", "probabilities"]
+__all__ = ["Answer", "Engine", "Laps", "Pass", "Request", "Sampling", "accept", "common_prefix", "probabilities"]

@@ -10,6 +10,8 @@ Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,11 @@ def accept(draft_ids: Tensor, draft_probs: Tensor, verifier_probs: Tensor, unifo
     is_rest = (num_accepted < depth)[:, None] & (rest.sum(-1, keepdim=True) > 0)
     following = torch.where(is_rest, rest, at)
     return num_accepted, pick(following, uniforms[:, depth])
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Its length: in greedy decoding, of a draft and the verifier's own tokens, the number of accepted ones."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def pick(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ AttendHeads = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Draft:
+class Proposal:
     """What is proposed for each row."""
 
     ids: Tensor
@@ -76,7 +76,7 @@ class Drafting:
         starts: list[int],
         counts: list[int],
         uniforms: Tensor | None,
-    ) -> Draft:
+    ) -> Proposal:
         """Take in new pairs, then draft.
 
         Args:
@@ -105,7 +105,7 @@ class Drafting:
                     carried = self._drafter.norm(carried)
                 carried = self._pass(first_row, embeds, carried, [position + k for position in after])
         probs = None if uniforms is None else torch.cat([draft.probs for draft in drawn if draft.probs is not None], 1)
-        return Draft(torch.cat([draft.ids for draft in drawn], 1), probs)
+        return Proposal(torch.cat([draft.ids for draft in drawn], 1), probs)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a row's cached pairs over another row."""
@@ -146,17 +146,17 @@ class Drafting:
 
         return self._layers.run(embeds, hidden, span, attend)
 
-    def _draw(self, carried: Tensor, uniforms: Tensor | None) -> Draft:
+    def _draw(self, carried: Tensor, uniforms: Tensor | None) -> Proposal:
         """Tokens from states before the final norm, [rows, num_drawn, hidden]."""
         logits = self._layers.logits(carried)
         if uniforms is None:
-            return Draft(self._drafter.to_verifier_ids(logits.argmax(-1)), None)
+            return Proposal(self._drafter.to_verifier_ids(logits.argmax(-1)), None)
         probs = probabilities(logits, self._sampling.temperature, self._sampling.top_p)
         ids = self._verifier_ids[pick(probs, uniforms)]
         if probs.shape[-1] != self._vocab_size:
             wide = probs.new_zeros(*probs.shape[:-1], self._vocab_size)
             probs = wide.index_copy_(-1, self._verifier_ids, probs)
-        return Draft(ids, probs)
+        return Proposal(ids, probs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,54 @@ from transformers import PreTrainedModel
 from peagle.config import Sampling
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
-from peagle.engine.acceptance import accept, pick, probabilities
+from peagle.engine.acceptance import accept, common_prefix, pick, probabilities
 from peagle.engine.drafting import Drafting, FusedDrafter
-from peagle.engine.records import Answer, Laps, Pass, Request
 from peagle.engine.verifier_pass import VerifierPass, can_roll_back
 from peagle.errors import ConfigError
 from peagle.verifier.local import refuse_damaged_logits
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt."""
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    seed: int | None = None
+    """Of this prompt's draws; None: made from the engine's seed and the prompt's place among the requests."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One verifier pass over a draft."""
+
+    num_known: int
+    """Tokens known before it: the prompt and what was generated so far."""
+    draft_ids: tuple[int, ...]
+    num_accepted: int
+    """Accepted by the verifier, before an end-of-sequence token or the limit cut them."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a prompt got."""
+
+    ids: list[int]
+    """Generated tokens; an end-of-sequence token is included."""
+    finish_reason: Literal["stop", "length"]
+    """"stop": an end-of-sequence token."""
+    passes: list[Pass]
+    """Passes with a draft, in order; the prefill is none."""
+
+
+@dataclass
+class Laps:
+    """Time spent on each part of the steps, filled as the engine decodes; measuring makes a GPU wait at every part."""
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    """Verifier pass, acceptance and cache work."""
+    num_steps: int = 0
 
 
 @dataclass
@@ -134,7 +176,7 @@ class _Run:
         self.pending = torch.empty(0, self.depth + 1, dtype=torch.int64, device=self.device)
         """Of each row the newest token and its draft, [num_rows, K + 1]."""
         self.probs: Tensor | None = None
-        """What the drafts were drawn from, see `Draft.probs`."""
+        """What the drafts were drawn from, see `Proposal.probs`."""
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
         """(index, answer), as answers end."""
@@ -144,23 +186,21 @@ class _Run:
                     self._admit(*self.waiting.popleft())
                 if self.rows:
                     self._step()
-                finished, self.finished = self.finished, []
-                for row in finished:
+                while self.finished:
+                    row = self.finished.pop(0)
                     yield row.index, Answer(row.ids, row.finish_reason, row.passes)
 
     def _admit(self, index: int, request: Request) -> None:
         """Prefill one prompt in the first free row and draft for it; alone, so that nothing is padded."""
-        seed = _row_seed(self.sampling.seed, index) if request.seed is None else request.seed
+        seed = request.seed
+        if seed is None:  # neighbouring seeds and rows do not share a stream
+            seed = (self.sampling.seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + 1) % (1 << 63)
         row = _Row(index, request, torch.Generator().manual_seed(seed))
         place, count = len(self.rows), len(request.prompt_ids)
         ids = torch.tensor([list(request.prompt_ids)], device=self.device)
         logits, aux = self.verifier.run(ids, self.verifier.ruler.span(place, [0], count), 1)
         refuse_damaged_logits(logits, self.engine.model)
-        if self.sampling.is_greedy:
-            first = logits.argmax(-1)
-        else:
-            probs = probabilities(logits, self.sampling.temperature, self.sampling.top_p)
-            first = pick(probs, torch.rand(1, 1, generator=row.generator).to(self.device))
+        first = self._choose(logits, [row])
         if self._extend(row, first[0].tolist()):
             self.finished.append(row)
             return
@@ -230,29 +270,28 @@ class _Run:
             (tokens that may leave [num_rows, K + 1], the same as lists, drafted ids, accepted per row): of a row's
             tokens the accepted ones and the one after them do leave.
         """
-        depth = self.depth
-        if self.sampling.is_greedy:
-            chosen = logits.argmax(-1)
-            host = torch.cat([self.pending, chosen], 1).tolist()
-            drafted = [line[1 : depth + 1] for line in host]
-            chosen_ids = [line[depth + 1 :] for line in host]
-            return chosen, chosen_ids, drafted, [_agreeing(d, c) for d, c in zip(drafted, chosen_ids)]
-        probs = probabilities(logits, self.sampling.temperature, self.sampling.top_p)
-        uniforms = self._uniforms(self.rows, depth + 1)
-        assert uniforms is not None
-        if self.probs is None:
-            chosen = pick(probs, uniforms)
-            return chosen, chosen.tolist(), [[] for _ in self.rows], [0] * len(self.rows)
-        num_accepted, following = accept(self.pending[:, 1:], self.probs, probs, uniforms)
-        chosen = torch.cat([self.pending[:, 1:], following[:, None]], 1)
-        chosen.scatter_(1, num_accepted[:, None], following[:, None])
-        host = torch.cat([self.pending, chosen, num_accepted[:, None]], 1).tolist()
-        return (
-            chosen,
-            [line[depth + 1 : -1] for line in host],
-            [line[1 : depth + 1] for line in host],
-            [line[-1] for line in host],
-        )
+        start = self.depth + 1
+        if self.sampling.is_greedy or self.probs is None:
+            chosen = self._choose(logits, self.rows)
+            lines = torch.cat([self.pending, chosen], 1).tolist()
+            accepted = [common_prefix(line[1:start], line[start:]) for line in lines]
+        else:
+            probs = probabilities(logits, self.sampling.temperature, self.sampling.top_p)
+            uniforms = self._uniforms(self.rows, start)
+            assert uniforms is not None
+            num_accepted, following = accept(self.pending[:, 1:], self.probs, probs, uniforms)
+            chosen = torch.cat([self.pending[:, 1:], following[:, None]], 1)
+            chosen.scatter_(1, num_accepted[:, None], following[:, None])
+            lines = torch.cat([self.pending, chosen, num_accepted[:, None]], 1).tolist()
+            accepted = [line.pop() for line in lines]
+        return chosen, [line[start:] for line in lines], [line[1:start] for line in lines], accepted
+
+    def _choose(self, logits: Tensor, rows: list[_Row]) -> Tensor:
+        """The verifier's own tokens, the most likely ones or drawn ones: [num_rows, num_tokens]."""
+        uniforms = self._uniforms(rows, logits.shape[1])
+        if uniforms is None:
+            return logits.argmax(-1)
+        return pick(probabilities(logits, self.sampling.temperature, self.sampling.top_p), uniforms)
 
     def _extend(self, row: _Row, ids: list[int]) -> bool:
         """Append tokens up to an end-of-sequence token or the limit; True if the answer is finished."""
@@ -294,27 +333,10 @@ class _Run:
 
 def verifier_misfit(drafter: DrafterConfig, vocab_size: int, hidden_size: int, num_layers: int) -> str | None:
     """Why a drafter cannot draft for a verifier of this shape; None if it can."""
-    for label, ours, theirs in (
-        ("vocabulary", drafter.vocab_size, vocab_size),
-        ("width", drafter.hidden_size, hidden_size),
-    ):
+    sizes = (("vocabulary", drafter.vocab_size, vocab_size), ("width", drafter.hidden_size, hidden_size))
+    for label, ours, theirs in sizes:
         if ours != theirs:
             return f"the drafter is made for a verifier of {label} {ours}, this one has {theirs}"
     if drafter.aux_layer_ids[-1] > num_layers:
         return f"the drafter reads layer {drafter.aux_layer_ids[-1]}, the verifier has {num_layers} layers"
     return None
-
-
-def _agreeing(drafted: list[int], chosen: list[int]) -> int:
-    """Length of the common prefix."""
-    count = 0
-    for one, other in zip(drafted, chosen):
-        if one != other:
-            break
-        count += 1
-    return count
-
-
-def _row_seed(seed: int, index: int) -> int:
-    """A seed per row: neighbouring seeds and rows do not share a stream."""
-    return (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + 1) % (1 << 63)
