@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from peagle import layout
+from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.network import Drafter
 from peagle.engine import Answer, Engine, Request, Sampling
@@ -29,7 +30,7 @@ from peagle.train.plan import TrainPlan, default_config, resolve
 from peagle.train.step import StepResult, num_supervised, train_step
 from peagle.verifier.local import TransformersVerifier, resolve_device
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
-from peagle.verifier.special_tokens import eos_ids, load_tokenizer
+from peagle.verifier.special_tokens import eos_ids
 from peagle.verifier.weights import VerifierHead, load_head
 
 
@@ -130,13 +131,10 @@ class SpeculativeModel:
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
         ends = eos_ids(self.verifier_config, self.tokenizer)
         engine = Engine(self.verifier.model, self.drafter.eval(), depth, ends, sampling, batch_size)
-        requests = [Request(self._prompt_ids(text), max_new_tokens) for text in texts]
-        answers = engine.generate(requests)
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        rendered = [self.tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False) for t in turns]
+        answers = engine.generate([Request(list(ids), max_new_tokens) for ids in rendered])
         return [Written(self.tokenizer.decode(one.ids, skip_special_tokens=True), one) for one in answers]
-
-    def _prompt_ids(self, text: str) -> list[int]:
-        turns = [{"role": "user", "content": text}]
-        return list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
 
 def load(
@@ -164,11 +162,6 @@ def load(
 
 
 def read(hidden_states: str | Path, num_rows: int, start: int = 0) -> Batch:
-    """Read rows with their hidden states from what `peagle extract` wrote, and pack them.
-
-    Args:
-        hidden_states: the store's folder.
-        num_rows, start: how many rows, and the index of the first.
-    """
+    """Read `num_rows` rows from the `start`-th on, with the states that `peagle extract` wrote, and pack them."""
     store = StoreReader.open(Path(hidden_states))
     return pack([store.read(row_id) for row_id in store.row_ids[start : start + num_rows]], None)

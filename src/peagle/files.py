@@ -16,14 +16,13 @@ from typing import Any, BinaryIO
 
 from peagle.errors import DiskError, PeagleError
 
+_MOVE = "choose another place, or move"
 # What a path that a user gave can meet, and what to do about it. Other errors are ours, and keep their traceback.
 _REFUSALS = {
-    errno.EACCES: "change its permissions, or choose another place",
-    errno.EPERM: "change its permissions, or choose another place",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or choose another place"),
     errno.EROFS: "choose a place that can be written",
-    errno.ENOTDIR: "a file stands where a folder is needed; choose another place, or move the file",
-    errno.EEXIST: "a file stands where a folder is needed; choose another place, or move the file",
-    errno.EISDIR: "a folder stands where a file is needed; choose another place, or move the folder",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), f"a file stands where a folder is needed; {_MOVE} the file"),
+    errno.EISDIR: f"a folder stands where a file is needed; {_MOVE} the folder",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ENOENT: "it is gone, or cannot be made there; choose another place, or run the same command again",
     errno.EIO: "the disk reports a fault; check it, and run the same command again",
@@ -147,12 +146,8 @@ def sha256_file(path: Path) -> str:
 def lock_file(path: Path, doing: str) -> BinaryIO:
     """Lock `path` until the handle is closed or this process ends; its children do not inherit the lock.
 
-    Args:
-        path: the lock; its folder is made.
-        doing: what the other process does, for the message: "preparing into OUTPUT".
-
     Raises:
-        PeagleError: another process holds it.
+        PeagleError: another process holds it; `doing` says what that does: "preparing into OUTPUT".
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = open(path, "wb")  # noqa: SIM115 (held by the caller)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import platform
@@ -36,13 +35,10 @@ def set_up(quiet: bool, verbose: bool) -> None:
     level = logging.DEBUG if verbose else logging.WARNING if quiet or not is_main_process() else logging.INFO
     logger = logging.getLogger("peagle")
     logger.handlers.clear()
-    handler: logging.Handler
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_time=False, show_level=True, markup=False)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-    else:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s" if console.is_terminal else "%(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
@@ -127,18 +123,13 @@ def versions() -> dict[str, str]:
 
 
 def write_run(folder: Path, stage: str, config: Any, record: dict[str, Any]) -> None:
-    """Write `run.yaml` (every value, defaults included) and `manifest.json` (versions, hashes, counts) beside a result.
+    """Write `run.yaml` (every value, defaults included) and `manifest.json` (versions, and `record`) beside a result.
 
-    Args:
-        folder: where the stage wrote.
-        stage: the subcommand's name.
-        config: the stage's `StageConfig`.
-        record: JSON-able values: seeds, input hashes, counts read/kept/dropped, seconds.
+    `record` has JSON-able values: seeds, hashes of inputs, counts read, kept and dropped, seconds.
     """
     import yaml
 
+    settings = yaml.safe_dump({stage: config.model_dump(mode="json")}, sort_keys=False)
     with whole_file(folder / "run.yaml") as temporary:
-        temporary.write_text(
-            yaml.safe_dump({stage: json.loads(config.model_dump_json())}, sort_keys=False), encoding="utf-8"
-        )
+        temporary.write_text(settings, encoding="utf-8")
     write_json(folder / "manifest.json", {"stage": stage, "versions": versions(), **record})

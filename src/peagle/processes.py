@@ -59,11 +59,7 @@ def take_lock(folder: Path) -> int:
 
 def run_process(command: Sequence[str], lock: int, environment: Mapping[str, str]) -> int:
     """Run a command to its end, pass SIGTERM on to it, and leave Ctrl-C to it.
-
-    Args:
-        command: the command line.
-        lock: inherited by the process (`take_lock`).
-        environment: variables added to this process's own.
+    It inherits `lock` (`take_lock`), and this process's variables with those of `environment`.
 
     Returns:
         Its exit status (negative: a signal). Never 0 after a SIGTERM: whoever wants to stop does not want the next
@@ -95,9 +91,7 @@ class ServerCommand:
 def start(command: ServerCommand, output: Any) -> subprocess.Popen[bytes]:
     """Start a server in a process group of its own, so that all its processes can be stopped together.
 
-    Args:
-        command: what to run.
-        output: file for stdout and stderr; None leaves them on this process's.
+    `output` is a file for stdout and stderr; None leaves them on this process's.
     """
     try:
         return subprocess.Popen(
@@ -138,16 +132,14 @@ def wait_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> 
         while True:
             status = process.poll()
             if status is not None:
-                raise EndpointError(
-                    f"the server ended with status {status} before it was ready; its own lines above say why"
-                )
+                found = f"the server ended with status {status} before it was ready"
+                raise EndpointError(f"{found}; its own lines above say why")
             with contextlib.suppress(httpx.HTTPError):
                 if http.get(f"{url}/health").status_code == 200:
                     return
             if time.monotonic() - started_s > timeout_s:
-                raise EndpointError(
-                    f"the server was not ready within {timeout_s:g} s; raise --ready-timeout-s if it still loads"
-                )
+                found = f"the server was not ready within {timeout_s:g} s"
+                raise EndpointError(f"{found}; raise --ready-timeout-s if it still loads")
             time.sleep(0.5)
 
 
@@ -160,11 +152,10 @@ def exec_server(command: ServerCommand) -> None:
 
 def _group_lives(group: int) -> bool:
     try:
-        os.killpg(group, 0)
+        with contextlib.suppress(PermissionError):
+            os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True
 
 

@@ -18,7 +18,6 @@ from peagle.errors import ConfigError
 
 EXTRA_ARGS = "extra_args"
 """A config field `extra_args: tuple[str, ...]` has no flag: it takes what follows `--`, word for word."""
-_GLOBAL_PANEL = "Output"
 
 
 def add_command(
@@ -31,13 +30,8 @@ def add_command(
 ) -> None:
     """Add subcommand `name`: its flags are `config_type`'s fields, its help the config's docstring.
 
-    Args:
-        app: the typer application.
-        name: the subcommand.
-        config_type: the stage's config; tuple fields take several values (`--ids 2 4 5`, `--ids 2,4,5` or repeated).
-        run: takes the built config, returns the exit status (None is 0).
-        panel: the group under which `peagle --help` lists it.
-        extra_args: what followed `--` on the command line, for the config's field of that name (vLLM's own flags).
+    Tuple fields take several values (`--ids 2 4 5`, `--ids 2,4,5` or repeated). `run` takes the built config, returns
+    the exit status (None is 0); `extra_args` followed `--` on the command line.
     """
 
     def command(**given: Any) -> None:
@@ -45,7 +39,7 @@ def add_command(
 
         quiet, verbose = given.pop("quiet"), given.pop("verbose")
         config_file = given.pop("config")
-        log.set_up(quiet, verbose)
+        log.set_up(bool(quiet), bool(verbose))
         values = read_yaml(config_file) if config_file else {}
         if set(values) == {name} and isinstance(values[name], dict):
             values = values[name]  # a run.yaml written by an earlier run
@@ -75,11 +69,10 @@ def add_command(
     parameters = [_parameter(key, fields[key]) for key in ordered]
     for key, kind, text in (
         ("config", Path | None, "YAML file with these settings; flags win over it."),
-        ("quiet", bool, "Warnings and errors only."),
-        ("verbose", bool, "Debug messages too."),
+        ("quiet", bool | None, "Warnings and errors only."),
+        ("verbose", bool | None, "Debug messages too."),
     ):
-        default = False if kind is bool else None
-        parameters.append(_option(key, kind, [_flag(key)], text, _GLOBAL_PANEL, default))
+        parameters.append(_option(key, kind, [_flag(key)], text, "Output"))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = _unwrapped(inspect.getdoc(config_type) or "")
@@ -111,21 +104,18 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     elif field.is_required():
         help_text += NEEDED
     if _extra(field).get("positional"):
-        return _keyword(key, kind, typer.Argument(help=help_text, show_default=False), None)
+        return _keyword(key, kind, typer.Argument(help=help_text, show_default=False))
     switch = f"{_flag(key)}/--no-{key.replace('_', '-')}" if annotation is bool else _flag(key)
     return _option(key, kind, [switch, *_extra(field).get("aliases", ())], help_text, _panel(field))
 
 
-def _option(
-    key: str, kind: Any, names: list[str], text: str, panel: str, default: bool | None = None
-) -> inspect.Parameter:
+def _option(key: str, kind: Any, names: list[str], text: str, panel: str) -> inspect.Parameter:
     option = typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, metavar=_takes(kind))
-    return _keyword(key, kind, option, default)
+    return _keyword(key, kind, option)
 
 
-def _keyword(key: str, kind: Any, about: Any, default: bool | None) -> inspect.Parameter:
-    annotation = Annotated[kind, about]
-    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def _keyword(key: str, kind: Any, about: Any) -> inspect.Parameter:
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, about])
 
 
 def _takes(kind: Any) -> str | None:
@@ -159,17 +149,10 @@ def _unwrapped(text: str) -> str:
 
 
 def spread(arguments: list[str], many: dict[str, set[str]]) -> list[str]:
-    """Let flags of several values be written `--ids 2 4 5`, as argparse users expect.
+    """Let flags of several values be written `--ids 2 4 5`, as argparse users expect: each further value gets its flag.
 
-    Args:
-        arguments: the command line after the program's name.
-        many: for each subcommand, its flags that take several values.
-
-    Returns:
-        The same command line with each further value given its flag again. What follows `--` is untouched.
+    `many` has each subcommand's flags that take several values. What follows `--` is untouched.
     """
-    if not arguments:
-        return arguments
     flags = next((many[a] for a in arguments if a in many), set())
     out: list[str] = []
     current: str | None = None

@@ -34,7 +34,7 @@ class Commands(TyperGroup):
             formatter.write("\n")
         formatter.write(typer.style("Flags", bold=True) + "\n")
         for parameter in self.get_params(ctx):
-            formatter.write(entry(", ".join(parameter.opts), getattr(parameter, "help", "") or "", width))
+            formatter.write(entry(", ".join(parameter.opts), _about(parameter), width))
         formatter.write(f"\n`{ctx.command_path} COMMAND --help` shows the flags of a command.\n")
 
 
@@ -50,10 +50,9 @@ class Command(TyperCommand):
         usage = " ".join(["Usage:", ctx.command_path, *shown, "[FLAGS]"])
         formatter.write(textwrap.fill(usage, width, subsequent_indent="       ", break_on_hyphens=False) + "\n\n")
         for paragraph in (self.help or "").split("\n\n"):
-            if paragraph.startswith(" "):
-                formatter.write(paragraph.rstrip() + "\n\n")
-            else:
-                formatter.write(textwrap.fill(" ".join(paragraph.split()), width) + "\n\n")
+            is_example = paragraph.startswith(" ")
+            shown_as = paragraph.rstrip() if is_example else textwrap.fill(" ".join(paragraph.split()), width)
+            formatter.write(shown_as + "\n\n")
         groups: dict[str, list[Any]] = {"Arguments": arguments} if arguments else {}
         for parameter in self.params:
             if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False):
@@ -63,22 +62,25 @@ class Command(TyperCommand):
             if parameters:
                 formatter.write(typer.style(name, bold=True) + "\n")
                 for parameter in parameters:
-                    formatter.write(entry(names(parameter), getattr(parameter, "help", "") or "", width))
+                    formatter.write(entry(names(parameter), _about(parameter), width))
                 formatter.write("\n")
 
 
+def _about(parameter: Any) -> str:
+    return getattr(parameter, "help", "") or ""
+
+
 def _is_needed(parameter: Any) -> bool:
-    return (getattr(parameter, "help", "") or "").endswith(NEEDED)
+    return _about(parameter).endswith(NEEDED)
 
 
 def names(parameter: Any) -> str:
     """How a parameter is typed: its names and, for a flag with a value, what it takes."""
     if parameter.param_type_name == "argument":
         return str(parameter.name).upper() + (" ..." if parameter.nargs < 0 else "")
-    is_off = (getattr(parameter, "help", "") or "").endswith("(default: off)")
+    is_off = _about(parameter).endswith("(default: off)")
     shown = ", ".join(parameter.opts) + ("" if is_off else "".join(f" / {name}" for name in parameter.secondary_opts))
-    takes = getattr(parameter, "metavar", None)
-    return f"{shown} {takes}" if takes else shown
+    return f"{shown} {parameter.metavar or ''}".rstrip()
 
 
 def _width() -> int:

@@ -15,7 +15,7 @@ import typer
 from peagle._version import __version__
 from peagle.cli.flags import add_command, many_valued, split_extra, spread
 from peagle.cli.help import Commands
-from peagle.errors import DiskError, PeagleError
+from peagle.errors import PeagleError
 from peagle.files import os_error_line
 
 # Typer may bring its own copy of click (seen in 0.29), whose exceptions are other classes than click's.
@@ -66,10 +66,7 @@ def find(name: str) -> Any:
 
 
 def build(names: list[str], arguments: list[str]) -> tuple[typer.Typer, list[str]]:
-    """The application with the named subcommands, and the command line as typer takes it.
-
-    A flag of several values is repeated before each; what follows `--` has gone to the command that takes it.
-    """
+    """The application with the named subcommands, and the command line as typer takes it (`spread`, `split_extra`)."""
     app = typer.Typer(
         name="peagle",
         cls=Commands,
@@ -117,8 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         app, spread_out = build([asked] if asked in COMMANDS else list(COMMANDS), arguments)
-        status = app(args=spread_out, prog_name="peagle", standalone_mode=False)
-        return int(status or 0)
+        return int(app(args=spread_out, prog_name="peagle", standalone_mode=False) or 0)
     except PeagleError as error:
         return _fail(str(error))
     except _Exit as error:
@@ -135,10 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, `head` for example, has seen enough
         return 0
     except OSError as error:
-        line = os_error_line(error)
-        if line is None:
-            raise
-        return _fail(str(DiskError(line)))
+        if line := os_error_line(error):
+            return _fail(line)
+        raise
 
 
 def _fail(message: str) -> int:
