@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from peagle import embedded, log
+from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter.checkpoint import load
 from peagle.engine import Engine, Laps, Request, Sampling
 from peagle.evaluate.counts import Counts
@@ -29,7 +30,7 @@ from peagle.train.config import TrainConfig
 from peagle.train.run import train
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
-from peagle.verifier.special_tokens import eos_ids, load_tokenizer
+from peagle.verifier.special_tokens import eos_ids
 
 TYPES = ("eagle3", "peagle")
 ANSWER_LIMIT = 200

@@ -468,11 +468,11 @@ class Bench:
         """The verifier's own answers to one set of questions, with its states, as `peagle evaluate` reads them."""
         import torch
 
+        from peagle.data.tokenizer import load_tokenizer
         from peagle.evaluate.config import EvaluateConfig
         from peagle.evaluate.prompts import read_items
         from peagle.evaluate.replay_check import OffPolicy, on_the_spot
         from peagle.verifier.local import TransformersVerifier
-        from peagle.verifier.special_tokens import load_tokenizer
         from peagle.verifier.weights import load_head
 
         data = str(self.folder / f"{name}.jsonl")

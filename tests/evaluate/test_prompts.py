@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 
 from peagle.data.records import TokenRow
+from peagle.data.tokenizer import load_tokenizer
 from peagle.errors import CheckpointError, ConfigError, DataError
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.prompts import by_source, check_pair, in_turn, read_items, replies, reply_spans, token_difference
 from peagle.verifier.model_config import load_verifier_config
-from peagle.verifier.special_tokens import load_tokenizer
 from tests.engine.helpers import random_drafter
 from tests.fakes import byte_tokenizer, tiny_model, tiny_verifier, word_tokenizer
 

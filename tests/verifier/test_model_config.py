@@ -164,14 +164,11 @@ def test_a_family_without_an_rms_norm_is_refused_by_name(tmp_path):
 
 
 def test_tensor_names_are_given_by_role(qwen3):
-    verifier_config = load_verifier_config(str(qwen3), False)
-    assert verifier_config.with_tensor_names(["head=x.weight", "norm=n"]).tensor_names == {
-        "head": "x.weight",
-        "norm": "n",
-    }
+    names = load_verifier_config(str(qwen3), False, ["head=x.weight", "norm=n"]).tensor_names
+    assert names == {"head": "x.weight", "norm": "n"}
     for wrong in ("tail=x", "head", "head="):
         with pytest.raises(VerifierError, match="roles are embedding, norm, head"):
-            verifier_config.with_tensor_names([wrong])
+            load_verifier_config(str(qwen3), False, [wrong])
 
 
 def test_the_default_is_the_published_one():

@@ -11,12 +11,12 @@ from typing import Any
 
 from peagle.data import Conversation, ReadyRow, Rejected, TokenRow, UnusableRow, load_prepared, read_rows, render_prompt
 from peagle.data.template import use_template_file
+from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter.model_config import DrafterConfig
 from peagle.engine.engine import verifier_misfit
 from peagle.errors import CheckpointError, PeagleError
 from peagle.evaluate.config import EvaluateConfig
 from peagle.verifier.model_config import VerifierConfig
-from peagle.verifier.special_tokens import load_tokenizer
 
 logger = logging.getLogger(__name__)
 DEFAULT_LIMIT = 512

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from peagle import log
+from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.card import refresh_card, run_facts
 from peagle.drafter.checkpoint import read_config
@@ -27,7 +28,7 @@ from peagle.evaluate.results import Outcome
 from peagle.files import whole_file, write_json
 from peagle.verifier.local import TransformersVerifier, resolve_device, resolve_dtype
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
-from peagle.verifier.special_tokens import eos_ids, load_tokenizer
+from peagle.verifier.special_tokens import eos_ids
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ def evaluate(config: EvaluateConfig) -> int:
     # 1. the drafter and its verifier
     folder = drafter_checkpoint.find(config.checkpoint)
     shape = DrafterConfig.from_json(read_config(folder), str(folder / "config.json"))
-    verifier = load_verifier_config(config.verifier_name_or_path or shape.verifier, config.trust_remote_code)
-    verifier = verifier.with_tensor_names(config.verifier_tensors)
+    name = config.verifier_name_or_path or shape.verifier
+    verifier = load_verifier_config(name, config.trust_remote_code, config.verifier_tensors)
     tokenizer = load_tokenizer(verifier.name_or_path, config.trust_remote_code)
     notes = [note for note in (check_pair(shape, verifier, tokenizer),) if note]
     depth = config.num_speculative_tokens or shape.num_speculative_tokens

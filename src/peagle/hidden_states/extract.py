@@ -22,6 +22,7 @@ import torch
 from peagle import log
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.records import TokenRow
+from peagle.data.tokenizer import load_tokenizer, tokenizer_sha256
 from peagle.errors import DataError, DiskError, StoreError, VerifierError
 from peagle.files import free_bytes
 from peagle.hidden_states.batch import StoredRow
@@ -30,7 +31,6 @@ from peagle.hidden_states.store import RowEntry, StoreSpec
 from peagle.hidden_states.writer import StoreWriter
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.source import RowRefused, RowStates, StateSource, first_difference
-from peagle.verifier.special_tokens import load_tokenizer, tokenizer_sha256
 from peagle.verifier.weights import VerifierHead, load_head
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,7 @@ def extract(config: ExtractConfig) -> int:
     """
     started_s = time.monotonic()
     prepared = load_prepared(config.preprocessed_data)
-    verifier = load_verifier_config(_model_name(config, prepared), config.trust_remote_code)
-    verifier = verifier.with_tensor_names(config.verifier_tensors)
+    verifier = load_verifier_config(_model_name(config, prepared), config.trust_remote_code, config.verifier_tensors)
     spec = StoreSpec.of(
         verifier,
         aux_layer_ids=config.target_layer_ids,

@@ -14,6 +14,7 @@ from typing import Any
 from peagle import log
 from peagle.data import Conversation, Rejected, UnusableRow, read_conversations, render_prompt
 from peagle.data.template import template_text, use_template_file
+from peagle.data.tokenizer import load_tokenizer, tokenizer_sha256
 from peagle.errors import DataError
 from peagle.files import whole_file
 from peagle.regenerate.answers import AnswerFile, EngineAnswers, answer_record
@@ -21,7 +22,7 @@ from peagle.regenerate.config import RegenerateConfig
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.source import AnswerSource, GenerationSettings, Prompt, RowRefused
-from peagle.verifier.special_tokens import eos_ids, load_tokenizer, tokenizer_sha256
+from peagle.verifier.special_tokens import eos_ids
 from peagle.verifier.weights import fingerprint
 
 logger = logging.getLogger(__name__)

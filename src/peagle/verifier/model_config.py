@@ -7,7 +7,6 @@ whether embeddings or logits are scaled, where the rope base is written. Each is
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,50 +92,42 @@ class VerifierConfig:
     tensor_names: dict[str, str]
     """Overrides of tensor names by role ("embedding", "norm", "head"); empty: known names are tried."""
 
-    def with_tensor_names(self, names: Sequence[str]) -> VerifierConfig:
-        """The same with tensor names given by the user, for a family whose names `weights.py` does not know.
 
-        Args:
-            names: "role=name" each, as `--verifier-tensors` takes them; roles are embedding, norm and head.
-
-        Raises:
-            VerifierError: an unknown role, or no name.
-        """
-        tensor_names = {}
-        for text in names:
-            role, _, name = text.partition("=")
-            if role not in ("embedding", "norm", "head") or not name:
-                raise VerifierError(
-                    f"--verifier-tensors {text}: expected ROLE=NAME, and roles are embedding, norm, head"
-                )
-            tensor_names[role] = name
-        return dataclasses.replace(self, tensor_names=tensor_names)
-
-
-def load_verifier_config(name_or_path: str, trust_remote_code: bool) -> VerifierConfig:
+def load_verifier_config(
+    name_or_path: str, trust_remote_code: bool, tensor_names: Sequence[str] = ()
+) -> VerifierConfig:
     """Read what `peagle` has to know about a verifier from its configuration.
 
     Args:
         name_or_path: a model folder or a hub id.
         trust_remote_code: let the model's own configuration code run.
+        tensor_names: "role=name" each (`--verifier-tensors`), for a family whose names `weights.py` does not know.
 
     Returns:
         The configuration, every number resolved (class defaults of Transformers included).
 
     Raises:
-        VerifierError: there is no such model, no configuration, an unknown model type, or a field without which
+        VerifierError: there is no such model, no configuration, an unknown model type or role, or a field without which
             nothing works is missing; one line each.
     """
+    names = {}
+    for given in tensor_names:
+        role, _, name = given.partition("=")
+        if role not in ("embedding", "norm", "head") or not name:
+            raise VerifierError(f"--verifier-tensors {given}: expected ROLE=NAME, and roles are embedding, norm, head")
+        names[role] = name
     config = _load_config(name_or_path, trust_remote_code)
     try:
-        return _of_config(config, name_or_path, trust_remote_code)
+        return _of_config(config, name_or_path, trust_remote_code, names)
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise VerifierError(
             f"{name_or_path}: its configuration holds a value that cannot be used ({one_line(error)})"
         ) from None
 
 
-def _of_config(config: Any, name_or_path: str, trust_remote_code: bool) -> VerifierConfig:
+def _of_config(
+    config: Any, name_or_path: str, trust_remote_code: bool, tensor_names: dict[str, str]
+) -> VerifierConfig:
     text = config.get_text_config()
     read = _Reader(text, name_or_path)
     model_type = str(text.model_type)
@@ -179,7 +170,7 @@ def _of_config(config: Any, name_or_path: str, trust_remote_code: bool) -> Verif
         has_text_config=config is not text,
         quantization=_quantization(config, text),
         trust_remote_code=trust_remote_code,
-        tensor_names={},
+        tensor_names=tensor_names,
     )
 
 

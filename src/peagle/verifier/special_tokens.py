@@ -6,11 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.data.tokenizer import load_tokenizer, tokenizer_sha256
 from peagle.errors import VerifierError
 from peagle.verifier.model_config import VerifierConfig
-
-__all__ = ["MaskToken", "eos_ids", "load_tokenizer", "resolve_mask_token", "tokenizer_sha256"]
 
 NEW_TOKEN = "<|MASK|>"
 

@@ -178,7 +178,7 @@ def draft_logits(verifier: Path, checkpoint: Path, known: list[int], depth: int)
 
 def question_prompts(verifier: Path, file: Path, count: int) -> list[list[int]]:
     """Questions as the verifier's own template renders them."""
-    from peagle.verifier.special_tokens import load_tokenizer
+    from peagle.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(verifier), False)
     prompts = []
