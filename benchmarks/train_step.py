@@ -334,9 +334,12 @@ def main() -> int:
     parser.add_argument("--weights", default="")
     options = parser.parse_args()
     if options.worker != "peer" and not (options.block and options.chunk):
-        from peagle.train.plan import CPU_BUDGET_BYTES, choose_sizes
+        from peagle.train.config import FitConfig
+        from peagle.train.plan import choose_sizes
 
-        block, chunk = choose_sizes(CPU_BUDGET_BYTES, SIZES["hidden"], SIZES["inter"], SIZES["vocab"], options.tokens)
+        block, chunk = choose_sizes(
+            FitConfig().scratch_bytes(None), SIZES["hidden"], SIZES["inter"], SIZES["vocab"], options.tokens
+        )
         options.block = options.block or block
         options.chunk = options.chunk or chunk
     if options.worker:

@@ -106,7 +106,7 @@ def test_a_store_stands_for_itself_by_its_checksums(tmp_path):
 
 
 def test_a_qwen3_8b_drafter_has_the_parameters_that_the_docs_say():
-    assert drafter_parameters(SIZES, 4, 151936) == (796_917_760, 672_661_504, 622_329_856)
+    assert drafter_parameters(SIZES, 4, 151936, 3) == (796_917_760, 672_661_504, 622_329_856)
 
 
 def test_its_training_takes_what_the_scaling_guide_says():
@@ -120,6 +120,25 @@ def test_its_training_takes_what_the_scaling_guide_says():
     assert gb(131_072, activation_checkpointing=True) == pytest.approx(48, abs=0.5)
     # a pruned head is held beside the verifier's
     assert gb(8192, draft_vocab_size=32000) == pytest.approx(gb(8192) + 2 * 32000 * 4096 / 1e9, abs=0.01)
+
+
+def test_training_of_four_layers_and_with_another_budget_takes_what_was_set():
+    plain = training_bytes(SIZES, training(), 1)
+    wider = training_bytes(SIZES, training(target_layer_ids=(2, 10, 18, 33)), 1)
+    assert wider - plain == (2 + 8 + 8) * 4096**2  # of `fc`: weights, masters and gradients, AdamW's state
+    assert training_bytes(SIZES, training(memory_budget=7.0), 1) - plain == 2e9
+
+
+def test_an_eagle_3_recipe_is_estimated_by_its_own_steps():
+    rows = RowSizes(20000, 20_000_000, 12_000_000, True)
+
+    def seconds(num_steps):
+        config = training(speculator_type="eagle3", ttt_steps=num_steps)
+        here = Path("/x")
+        stage = Stage(name="train", config=config, inputs=(), output=here, uses_server=False, root=here)
+        return estimate(stage, RECIPE, SIZES, rows, 1e15).seconds
+
+    assert seconds(2) < seconds(3) < seconds(6)
 
 
 def test_a_plan_takes_the_optimizer_that_training_takes():
@@ -140,7 +159,7 @@ def test_a_plan_takes_the_optimizer_that_training_takes():
 
 def test_states_of_six_million_tokens_take_177_gb():
     rows = RowSizes(5000, 6_000_000, 3_600_000, True)
-    assert store_bytes(rows, 4096, 2) / 1e9 == pytest.approx(177, abs=0.5)
+    assert store_bytes(rows, 4096, 2, 3) / 1e9 == pytest.approx(177, abs=0.5)
 
 
 def test_slots_and_work_follow_the_ratios_down_to_the_floor():

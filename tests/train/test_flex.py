@@ -102,7 +102,7 @@ def test_flex_equals_sdpa_forward_and_backward(kv_heads):
 
 
 def mask_slots(lengths: tuple[int, ...], begin: int, num_slots: int | None, seed: int) -> MaskSlots:
-    """`num_slots` (None: all) of a drawn layout over documents of these lengths, from the chain of anchor `begin` on."""
+    """`num_slots` (None: all) of a drawn layout over documents of these lengths, from anchor `begin`'s chain on."""
     ids = torch.tensor([d for d, n in enumerate(lengths) for _ in range(n)])
     generators = [torch.Generator().manual_seed(seed + d) for d in range(len(lengths))]
     layout = sample(torch.ones(len(ids), dtype=torch.bool), ids, 3, 0.7, 0.2, generators)

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from peagle.errors import ConfigError
-from peagle.train.metrics import flatten, open_trackers
+from peagle.train.metrics import Trackers, flatten
 
 
 def fake_module(monkeypatch, name, **functions):
@@ -26,10 +26,10 @@ def test_the_docstring_example_of_flatten_holds():
 
 def test_an_unknown_name_and_a_missing_package_are_refused_at_once(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="not one of tensorboard, wandb, mlflow, trackio"):
-        open_trackers(("neptune",), tmp_path, "run", {})
+        Trackers(("neptune",), tmp_path, "run", {})
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
-        open_trackers(("wandb",), tmp_path, "run", {})
+        Trackers(("wandb",), tmp_path, "run", {})
 
 
 def test_each_tracker_gets_flat_numbers_and_the_step(monkeypatch, tmp_path):
@@ -50,7 +50,7 @@ def test_each_tracker_gets_flat_numbers_and_the_step(monkeypatch, tmp_path):
         log=lambda flat, step: seen.append(("trackio", flat, step)),
         finish=lambda: seen.append(("finish",)),
     )
-    trackers = open_trackers(("mlflow", "trackio"), tmp_path, "night", {"lr": 0.1})
+    trackers = Trackers(("mlflow", "trackio"), tmp_path, "night", {"lr": 0.1})
     trackers.log({"loss": 2.0, "kind": "train"}, 7)
     trackers.close()
     assert ("metrics", {"loss": 2.0}, 7) in seen
@@ -64,7 +64,7 @@ def test_a_tracker_that_fails_is_warned_about_once_and_training_goes_on(monkeypa
         raise OSError("server gone")
 
     fake_module(monkeypatch, "trackio", init=lambda **given: None, log=broken, finish=lambda: None)
-    trackers = open_trackers(("trackio",), tmp_path, "run", {})
+    trackers = Trackers(("trackio",), tmp_path, "run", {})
     monkeypatch.setattr(logging.getLogger("peagle"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         trackers.log({"loss": 1.0}, 1)
@@ -74,6 +74,6 @@ def test_a_tracker_that_fails_is_warned_about_once_and_training_goes_on(monkeypa
 
 
 def test_no_tracker_asked_for_is_fine(tmp_path):
-    trackers = open_trackers((), tmp_path, "run", {})
+    trackers = Trackers((), tmp_path, "run", {})
     trackers.log({"loss": 1.0}, 1)
     trackers.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,11 +198,10 @@ def test_the_least_budget_is_where_sizes_begin_to_grow() -> None:
     assert plan.choose_sizes(2 * least, *QWEN3_8B)[0] == 2 * plan.MIN_BLOCK_SLOTS
 
 
-def test_a_gpu_gives_a_sixteenth_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9))
-    assert plan.default_budget(torch.device("cuda")) == 5 * 10**9
+def test_a_gpu_gives_a_sixteenth_of_its_memory() -> None:
+    assert FitConfig().scratch_bytes(80 * 10**9) == 5 * 10**9
     assert plan.choose_sizes(5 * 10**9, *QWEN3_8B)[0] > 850
-    assert plan.default_budget(torch.device("cpu")) == 1 << 30
+    assert FitConfig().scratch_bytes(None) == 1 << 30
 
 
 def test_a_budget_that_no_block_fits_into_is_refused_with_what_fits() -> None:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from peagle import log
 from peagle.data.config import PrepareConfig
+from peagle.drafter.model_config import NUM_AUX_LAYERS_OF_VLLM
 from peagle.errors import PeagleError, VerifierError
 from peagle.files import free_bytes, sha256_file, write_json
 from peagle.hidden_states.config import ExtractConfig
@@ -28,15 +29,14 @@ from peagle.train.config import TrainConfig
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 
 STATE = "run.json"
-_FORMER_STATE = "road.json"
-"""What the file was called in the first releases."""
+_FORMER_STATE = "road.json"  # what the file was called in the first releases
 # Differ between runs that made the same thing: times, versions, logs, locks.
 _NOT_CONTENT = {"manifest.json", "run.yaml", "metrics.jsonl", "README.md"}
 
 # Without prepared rows at hand: conversations fill this share of the length limit, and this share of them is replies.
 ASSUMED_FILL, ASSUMED_SUPERVISED = 0.3, 0.6
-NUM_AUX_LAYERS = 3
-SCRATCH_BYTES = 5e9
+# Memory of the GPU that training is planned for; the scratch that its blocks take follows from it.
+ASSUMED_GPU_BYTES = 80 * 10**9
 _MFU = 0.4
 # Decoding reads every weight for a few tokens: far from the matrix rate. 4 M parameters, 64 rows at once on two cores:
 # 1,400 tokens/s where a matrix product does 60 G multiply-adds per second.
@@ -115,22 +115,13 @@ def stages_until(recipe: Recipe, until: str | None) -> list[Stage]:
     """
     found = stages(recipe)
     names = [stage.name for stage in found]
-    if until is None:
-        return found
-    if until not in names:
+    if until not in (None, *names):
         raise PeagleError(f"--until {until}: the recipe has no such stage; it has {', '.join(names)}")
-    return found[: names.index(until) + 1]
+    return found if until is None else found[: names.index(until) + 1]
 
 
 def decide(stage: Stage, pending: Sequence[Stage], state: dict[str, Any], prints: Fingerprints) -> Step:
-    """Decide about one stage.
-
-    Args:
-        stage: the stage.
-        pending: earlier stages that are yet to run.
-        state: what earlier runs did (`read_state`).
-        prints: hashes of files.
-    """
+    """Decide about one stage, given the earlier stages yet to run and what earlier runs did (`read_state`)."""
     awaited = [earlier.name for earlier in pending if _reads(stage, earlier)]
     if awaited:
         return Step(stage, None, "run", "after " + ("all of them" if stage.name == "report" else " and ".join(awaited)))
@@ -143,11 +134,9 @@ def decide(stage: Stage, pending: Sequence[Stage], state: dict[str, Any], prints
     if known.get("status") != "done":
         return Step(stage, key, "resume", "goes on where it stopped")
     made = prints.of(stage.output)
-    if made is None:
-        return Step(stage, key, "run", f"{stage.output} is gone")
-    if made != known.get("made"):
-        return Step(stage, key, "run", f"{stage.output} was changed since")
-    return Step(stage, key, "skip", "up to date")
+    if made == known.get("made") and made is not None:
+        return Step(stage, key, "skip", "up to date")
+    return Step(stage, key, "run", f"{stage.output} " + ("is gone" if made is None else "was changed since"))
 
 
 def key_of(stage: Stage, inputs: dict[str, str]) -> str:
@@ -181,13 +170,12 @@ def _reads(stage: Stage, earlier: Stage) -> bool:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """The rows that will be trained on."""
+    """The rows that will be trained on: counted if they are prepared, else assumed."""
 
     num_rows: int
     num_tokens: int
     num_supervised: int
     is_counted: bool
-    """Read from prepared rows; else assumed."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +187,14 @@ class Estimate:
     seconds: float | None
 
 
-def drafter_parameters(sizes: Sizes, num_layers: int, draft_vocab_size: int) -> tuple[int, int, int]:
+def num_aux_layers(config: ExtractConfig | TrainConfig) -> int:
+    """Verifier layers whose states the drafter reads; where the config leaves them open, as many as are usual."""
+    return len(config.target_layer_ids or ()) or NUM_AUX_LAYERS_OF_VLLM
+
+
+def drafter_parameters(
+    sizes: Sizes, num_layers: int, draft_vocab_size: int, num_aux_layers: int
+) -> tuple[int, int, int]:
     """Parameters of a drafter: (its layers' matrices, embedding and `fc`, the frozen head).
 
     Example:
@@ -210,7 +205,7 @@ def drafter_parameters(sizes: Sizes, num_layers: int, draft_vocab_size: int) -> 
     query = sizes.num_attention_heads * sizes.head_dim
     attention = hidden * (query + 2 * kv) + query * hidden
     layers = num_layers * (attention + 3 * hidden * sizes.intermediate_size) + hidden * (query + 2 * kv)
-    return layers, sizes.vocab_size * hidden + NUM_AUX_LAYERS * hidden * hidden, draft_vocab_size * hidden
+    return layers, sizes.vocab_size * hidden + num_aux_layers * hidden * hidden, draft_vocab_size * hidden
 
 
 def training_bytes(sizes: Sizes, config: TrainConfig, num_shards: int) -> float:
@@ -219,13 +214,9 @@ def training_bytes(sizes: Sizes, config: TrainConfig, num_shards: int) -> float:
     bfloat16 weights (2 bytes), float32 masters and gradients (4 each), the optimizer's state, one more head for the
     verifier where the drafter's is not the same. The base pass keeps, by count of what autograd saves, 7 hidden states,
     3 key states and 2 MLP states per layer and token (with activation checkpointing: one hidden state, keys, values and
-    gradients), the collected gradients of keys and values, and 6 hidden states per token at its entry, 2 bytes each. A
-    sixteenth of 80 GB is the scratch that blocks take.
-
-    Args:
-        sizes: the verifier's.
-        config: of the training.
-        num_shards: processes that share masters, gradients and optimizer (FSDP2).
+    gradients), the collected gradients of keys and values, and 6 hidden states per token at its entry, 2 bytes each.
+    On top comes the scratch that blocks take: `--memory-budget`, or the usual share of a GPU of 80 GB.
+    `num_shards` processes share masters, gradients and optimizer (FSDP2).
     """
     layers, others, head = _parameters(sizes, config)
     embedding = sizes.vocab_size * sizes.hidden_size
@@ -238,11 +229,13 @@ def training_bytes(sizes: Sizes, config: TrainConfig, num_shards: int) -> float:
     if config.activation_checkpointing:
         per_layer = sizes.hidden_size + 4 * kv
     per_token = config.num_layers * per_layer + 6 * sizes.hidden_size
-    return weights + (8 * (layers + others) + state) / num_shards + 2 * per_token * config.total_seq_len + SCRATCH_BYTES
+    scratch = config.scratch_bytes(None if config.device == "cpu" else ASSUMED_GPU_BYTES)
+    return weights + (8 * (layers + others) + state) / num_shards + 2 * per_token * config.total_seq_len + scratch
 
 
 def _parameters(sizes: Sizes, config: TrainConfig) -> tuple[int, int, int]:
-    return drafter_parameters(sizes, config.num_layers, config.draft_rows(sizes.vocab_size))
+    vocab_size = config.draft_rows(sizes.vocab_size)
+    return drafter_parameters(sizes, config.num_layers, vocab_size, num_aux_layers(config))
 
 
 def _moment_bytes(config: TrainConfig) -> int:
@@ -250,9 +243,9 @@ def _moment_bytes(config: TrainConfig) -> int:
     return 4 if config.optimizer == "muon" else 8
 
 
-def store_bytes(rows: RowSizes, hidden_size: int, bytes_per_value: int) -> float:
-    """Disk of the hidden states: three layers for every token, the last state for every supervised one."""
-    return bytes_per_value * hidden_size * (NUM_AUX_LAYERS * rows.num_tokens + rows.num_supervised)
+def store_bytes(rows: RowSizes, hidden_size: int, bytes_per_value: int, num_aux_layers: int) -> float:
+    """Disk of the hidden states: auxiliary states of every token, the last state of every supervised one."""
+    return bytes_per_value * hidden_size * (num_aux_layers * rows.num_tokens + rows.num_supervised)
 
 
 def slots_per_supervised(num_depths: int, ratio: float, floor: float) -> float:
@@ -280,9 +273,8 @@ def training_epochs(rows: RowSizes, config: TrainConfig, num_ranks: int) -> floa
 
 def count_rows(recipe: Recipe) -> RowSizes | None:
     """The rows of a recipe: counted if they are prepared, else assumed from its limits; None if it has none."""
-    prepared = recipe.output / "prepared" / "summary.json"
-    if prepared.is_file():
-        summary = json.loads(prepared.read_text(encoding="utf-8"))
+    summary = _read_object(recipe.output / "prepared" / "summary.json")
+    if summary:
         return RowSizes(int(summary["rows"]), int(summary["tokens"]), int(summary["supervised_tokens"]), True)
     settings = recipe.prepare or {}
     limits = [(section or {}).get("max_samples") for section in (recipe.regenerate, settings, recipe.extract)]
@@ -295,14 +287,9 @@ def count_rows(recipe: Recipe) -> RowSizes | None:
 
 
 def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: RowSizes | None, rate: float | None) -> Estimate:
-    """Estimate one stage.
+    """Estimate one stage of a recipe, as far as the verifier's sizes and the rows to train on are known.
 
-    Args:
-        stage: the stage.
-        recipe: its recipe.
-        sizes: the verifier's; None if they are not known.
-        rows: what is trained on; None if not known.
-        rate: multiply-adds per second of this machine; None to leave time out.
+    Time needs `rate`, this machine's multiply-adds per second.
     """
     if sizes is None or rows is None:
         return Estimate(None, None, None)
@@ -319,9 +306,10 @@ def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: RowSizes |
     if stage.name == "prepare":
         return Estimate(5.0 * rows.num_tokens, 1e9, rows.num_rows / 150)
     if isinstance(config, ExtractConfig):
-        disk = store_bytes(rows, sizes.hidden_size, 4 if config.dtype == "float32" else 2)
+        disk = store_bytes(rows, sizes.hidden_size, 4 if config.dtype == "float32" else 2, num_aux_layers(config))
         return Estimate(disk, verifier_bytes, seconds(verifier_work * rows.num_tokens, _MFU))
     if isinstance(config, TrainConfig):
+        config = config.model_copy(update=config.of_kind())  # of an EAGLE-3 drafter: its steps as depths
         layers, others, head = _parameters(sizes, config)
         epochs = training_epochs(rows, config, recipe.processes)
         num_made = math.ceil(epochs / config.checkpoint_freq)
@@ -348,7 +336,7 @@ def verifier_sizes(verifier: VerifierConfig) -> Sizes:
     """A verifier's sizes, its parameters counted as those of a dense model."""
     known = {name: getattr(verifier, name) for name in Sizes.model_fields if name != "parameters_billion"}
     sizes = Sizes(**known, parameters_billion=1e-9)
-    layers, _, head = drafter_parameters(sizes, verifier.num_layers, verifier.vocab_size)
+    layers, _, head = drafter_parameters(sizes, verifier.num_layers, verifier.vocab_size, 0)
     num_parameters = layers + head * (1 if verifier.tied else 2)
     return sizes.model_copy(update={"parameters_billion": num_parameters / 1e9})
 

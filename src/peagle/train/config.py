@@ -1,17 +1,18 @@
 """What can be set about training, said once: `FitConfig` for the loop, `TrainConfig` for `peagle train`.
 
-The loop knows depths only: `plan.settle` turns a `TrainConfig` with EAGLE-3's own names into one with depths, and
-`plan.resolve` settles what is unset.
+The loop knows depths only: `TrainConfig.of_kind` says EAGLE-3's own settings in depths, and `plan.resolve` settles
+what is unset.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
 from peagle.config import SERVER, ServerSettings, StageConfig
+from peagle.errors import ConfigError
 
 _COD: dict[str, JsonValue] = {"panel": "Parallel drafting"}
 _DRAFTER: dict[str, JsonValue] = {"panel": "Drafter"}
@@ -21,6 +22,23 @@ _MACHINE: dict[str, JsonValue] = {"panel": "Machine"}
 _PATHS: dict[str, JsonValue] = {"panel": "Paths"}
 _RUN: dict[str, JsonValue] = {"panel": "Run"}
 _CHAIN: dict[str, JsonValue] = {"panel": "EAGLE-3"}
+
+_CPU_BUDGET_BYTES = 1 << 30
+# Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 5 GB of 80.
+_GPU_BUDGET_SHARE = 16
+# EAGLE-3's own flags and the loop's general ones that they stand for.
+_CHAIN_FLAGS = {"ttt_steps": "num_depths", "ttt_step_loss_decay": "depth_loss_decay"}
+# EAGLE-3 trains whole chains, without sampling, over the verifier's embedding.
+CHAIN_SETTINGS: dict[str, Any] = {
+    "down_sample_ratio": 1.0,
+    "down_sample_ratio_min": 1.0,
+    "train_embeddings": "none",
+}
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
 
 
 class FitConfig(StageConfig):
@@ -104,6 +122,12 @@ class FitConfig(StageConfig):
     def packs_per_step(self, num_ranks: int) -> int:
         """Packs of an optimizer step, over all ranks together."""
         return (self.batch_size or num_ranks) * self.gradient_accumulation_steps
+
+    def scratch_bytes(self, gpu_bytes: int | None) -> int:
+        """What blocks may hold at a time; `gpu_bytes` is all the memory of the GPU, None on a CPU."""
+        if self.memory_budget is not None:
+            return int(self.memory_budget * 1e9)
+        return _CPU_BUDGET_BYTES if gpu_bytes is None else gpu_bytes // _GPU_BUDGET_SHARE
 
     @model_validator(mode="after")
     def _fits(self) -> FitConfig:
@@ -201,6 +225,43 @@ class TrainConfig(ServerSettings, FitConfig):
         return self.draft_vocab_size or vocab_size
 
     @property
+    def states_path(self) -> Path:
+        """Where the store is, or (online) where the server puts what it hands over."""
+        return self.hidden_states_path or self.data_path / "hidden_states"
+
+    @property
     def asks_verifier(self) -> bool:
         """Whether states are made during training."""
         return self.hidden_states != "offline" or self.on_missing == "generate"
+
+    def of_kind(self) -> dict[str, Any]:
+        """What the kind of drafter fixes, under the names that the loop reads.
+
+        Raises:
+            ConfigError: a flag that this kind of drafter does not have.
+        """
+        given = self.model_fields_set
+        if self.speculator_type == "peagle":
+            for name in (*_CHAIN_FLAGS, "norm_output"):
+                if name in given and getattr(self, name) != TrainConfig.model_fields[name].default:
+                    raise ConfigError(
+                        f"{flag_of(name)} is for --speculator-type eagle3; P-EAGLE has {flag_of('num_depths')}"
+                    )
+            return {}
+        changes = dict(CHAIN_SETTINGS)
+        for own, general in _CHAIN_FLAGS.items():
+            if general in given and getattr(self, general) != getattr(self, own):
+                raise ConfigError(
+                    f"{flag_of(general)} is for P-EAGLE; with --speculator-type eagle3 say {flag_of(own)}"
+                )
+            changes[general] = getattr(self, own)
+        for name in ("down_sample_ratio", "down_sample_ratio_min"):
+            if name in given and getattr(self, name) != 1.0:
+                raise ConfigError(f"{flag_of(name)} is for P-EAGLE; EAGLE-3 trains every chain to its end")
+        if self.mask_token_id is not None:
+            raise ConfigError("--mask-token-id is for P-EAGLE; EAGLE-3 has no mask token")
+        if self.train_embeddings == "mask-token":
+            raise ConfigError("--train-embeddings mask-token: EAGLE-3 has no mask token; say all or none")
+        if "train_embeddings" in given:
+            del changes["train_embeddings"]
+        return changes

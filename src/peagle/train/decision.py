@@ -10,10 +10,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,18 +20,19 @@ from peagle import log
 from peagle.data.draft_vocab import choose_vocab, vocab_of_ids
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.records import TokenRow
+from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter.checkpoint import find, read_weights
 from peagle.drafter.model_config import DrafterConfig, config_for
 from peagle.drafter.warm_start import check_layers, check_source
 from peagle.errors import CheckpointError, DataError, StoreError, TrainingError
-from peagle.hidden_states.store import StoreReader, StoreSpec
+from peagle.hidden_states.store import RowEntry, StoreReader, StoreSpec
 from peagle.layout.supervision import Extent, extent
 from peagle.train.batches import first_by_hash, packs, split
 from peagle.train.config import TrainConfig
 from peagle.train.plan import pretrained_config
-from peagle.train.sources import hidden_states_path, plan_states
+from peagle.train.sources import plan_states
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
-from peagle.verifier.special_tokens import load_tokenizer, resolve_mask_token
+from peagle.verifier.special_tokens import resolve_mask_token
 from peagle.verifier.weights import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -79,20 +79,13 @@ class Decision:
     def fingerprint(self, config: TrainConfig) -> dict[str, Any]:
         """What must be the same for a run to go on from a checkpoint."""
         shape = {key: value for key, value in self.drafter.items() if key not in ("verifier", "verifier_architectures")}
-        return json.loads(
-            json.dumps(
-                {
-                    **shape,
-                    "draft_vocabulary": None if self.draft_ids is None else _digest(self.draft_ids),
-                    "rows": _digest([self.train, self.held_out]),
-                    "seed": config.seed,
-                    "total_seq_len": config.total_seq_len,
-                    "optimizer": config.optimizer,
-                    "train_embeddings": config.train_embeddings,
-                    "train_lm_head": config.train_lm_head,
-                }
-            )
-        )
+        settings = ("seed", "total_seq_len", "optimizer", "train_embeddings", "train_lm_head")
+        return {
+            **shape,
+            "draft_vocabulary": None if self.draft_ids is None else _digest(self.draft_ids),
+            "rows": _digest([self.train, self.held_out]),
+            **{name: getattr(config, name) for name in settings},
+        }
 
 
 def decide(config: TrainConfig) -> Decision:
@@ -103,8 +96,7 @@ def decide(config: TrainConfig) -> Decision:
     """
     # 1. The verifier, a drafter to start from, the states, and whether they fit one another.
     prepared = load_prepared(config.data_path)
-    verifier = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
-    verifier = verifier.with_tensor_names(config.verifier_tensors)
+    verifier = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code, config.verifier_tensors)
     origin = str(config.from_pretrained)
     source = None if config.from_pretrained is None else pretrained_config(origin)
     if source is not None:
@@ -114,16 +106,16 @@ def decide(config: TrainConfig) -> Decision:
     if source is not None:
         check_layers(source, origin, spec.aux_layer_ids)
     # 2. The rows, shared out; none may be longer than a pack.
-    rows = _usable_rows(config, verifier, prepared, reader)
-    train_ids, held_out_ids = split(first_by_hash(list(rows.extents), config.max_samples), config.train_data_ratio)
+    extents, dropped, seen_ids = _usable_rows(config, verifier, prepared, reader)
+    train_ids, held_out_ids = split(first_by_hash(list(extents), config.max_samples), config.train_data_ratio)
     for ids in (train_ids, held_out_ids):
-        packs({row_id: rows.extents[row_id].num_tokens for row_id in ids}, config.total_seq_len, config.seed, None)
+        packs({row_id: extents[row_id].num_tokens for row_id in ids}, config.total_seq_len, config.seed, None)
     # 3. The drafter: its mask token, its vocabulary, its shape.
     warnings = []
     tokenizer = load_tokenizer(config.verifier_name_or_path, config.trust_remote_code)
     mask_token_id, mask_token_how = None, "none: EAGLE-3"
     if config.speculator_type == "peagle":
-        mask = resolve_mask_token(tokenizer, verifier.vocab_size, config.mask_token_id, rows.seen_ids)
+        mask = resolve_mask_token(tokenizer, verifier.vocab_size, config.mask_token_id, seen_ids)
         mask_token_id, mask_token_how = mask.id, mask.how
         if mask.warning:
             warnings.append(mask.warning)
@@ -142,7 +134,7 @@ def decide(config: TrainConfig) -> Decision:
             f"--endpoint {config.endpoint[0]} is not asked: --hidden-states {config.hidden_states} reads the store; "
             "online and hybrid ask a server"
         )
-    num_supervised = sum(rows.extents[row_id].num_supervised for row_id in train_ids)
+    num_supervised = sum(extents[row_id].num_supervised for row_id in train_ids)
     if num_supervised < _FEW_TOKENS:
         warnings.append(
             f"only {len(train_ids)} rows with {num_supervised} supervised tokens to train on: expect few accepted "
@@ -151,9 +143,9 @@ def decide(config: TrainConfig) -> Decision:
     return Decision(
         drafter=drafter.model_dump(mode="json"),
         draft_ids=None if vocab.is_full else vocab.ids.tolist(),
-        train={row_id: list(asdict(rows.extents[row_id]).values()) for row_id in train_ids},
-        held_out={row_id: list(asdict(rows.extents[row_id]).values()) for row_id in held_out_ids},
-        dropped=rows.dropped,
+        train={row_id: list(astuple(extents[row_id])) for row_id in train_ids},
+        held_out={row_id: list(astuple(extents[row_id])) for row_id in held_out_ids},
+        dropped=dropped,
         num_prepared=len(prepared),
         save_dtype=verifier.dtype if config.save_dtype == "auto" else config.save_dtype,
         mask_token_how=mask_token_how,
@@ -207,7 +199,7 @@ def _shape(
 
 def _same_verifier(config: TrainConfig, verifier: VerifierConfig, prepared: Prepared, spec: StoreSpec) -> None:
     """Refuse rows or states that were made for another verifier, or with other layers."""
-    where = hidden_states_path(config)
+    where = config.states_path
     if config.target_layer_ids is not None:
         wanted = resolve_aux_layer_ids(verifier.num_layers, config.target_layer_ids)
         if wanted != spec.aux_layer_ids:
@@ -233,17 +225,14 @@ def _same_verifier(config: TrainConfig, verifier: VerifierConfig, prepared: Prep
         )
 
 
-@dataclass(frozen=True)
-class _UsableRows:
-    extents: dict[str, Extent]
-    dropped: dict[str, int]
-    seen_ids: set[int]
-
-
 def _usable_rows(
     config: TrainConfig, verifier: VerifierConfig, prepared: Prepared, store: StoreReader | None
-) -> _UsableRows:
-    """The rows that can be trained on: prepared, stored as prepared (or to be made), and supervised somewhere."""
+) -> tuple[dict[str, Extent], dict[str, int], set[int]]:
+    """The rows that can be trained on: prepared, stored as prepared (or to be made), and supervised somewhere.
+
+    Returns:
+        Their extents, how many others are dropped by reason, and the token ids of all.
+    """
     extents: dict[str, Extent] = {}
     missing: list[str] = []
     num_silent = 0
@@ -275,34 +264,27 @@ def _usable_rows(
         )
     if missing and (config.on_missing == "raise" or not extents):
         raise StoreError(
-            f"{hidden_states_path(config)}: no hidden states of {len(missing)} of {len(prepared)} prepared rows (the "
+            f"{config.states_path}: no hidden states of {len(missing)} of {len(prepared)} prepared rows (the "
             f"first is {missing[0]}). Run `peagle extract` to its end, train on the others with --on-missing skip, or "
             "ask the verifier for them with --on-missing generate."
         )
     dropped = {"no hidden states in the store": len(missing), "nothing supervised": num_silent}
-    return _UsableRows(
-        extents, {why: count for why, count in dropped.items() if count}, set(seen.nonzero()[:, 0].tolist())
-    )
+    return extents, {why: count for why, count in dropped.items() if count}, set(seen.nonzero()[:, 0].tolist())
 
 
 def _same_row(row: TokenRow, store: StoreReader) -> None:
     """Refuse states of other tokens: a row that was prepared again with another length or template."""
-    entry = store.entry(row.row_id)
-    if entry.ids_sha256 != _sha256(row.input_ids):
+    stored, wanted = store.entry(row.row_id), RowEntry.of(row)
+    what = None
+    if stored.ids_sha256 != wanted.ids_sha256:
+        what = f"other tokens ({stored.num_tokens}, prepared {wanted.num_tokens})"
+    elif stored.mask_sha256 != wanted.mask_sha256:
+        what = "another loss mask"
+    if what is not None:
         raise StoreError(
-            f"{store.folder}: row {row.row_id} was stored with other tokens ({entry.num_tokens}, prepared "
-            f"{len(row.input_ids)}); the data was prepared again since. Extract again."
-        )
-    if entry.mask_sha256 != _sha256([*row.loss_mask, int(row.next_is_supervised), row.tail_length]):
-        raise StoreError(
-            f"{store.folder}: row {row.row_id} was stored with another loss mask; the data was prepared again since. "
+            f"{store.folder}: row {row.row_id} was stored with {what}; the data was prepared again since. "
             "Extract again."
         )
-
-
-def _sha256(values: list[int]) -> str:
-    """As `RowEntry` has it."""
-    return hashlib.sha256(np.asarray(values, dtype="<i8").tobytes()).hexdigest()
 
 
 def _digest(value: Any) -> str:

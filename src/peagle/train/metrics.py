@@ -169,41 +169,53 @@ class Best:
         return False, None
 
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-
-
-@dataclass(frozen=True)
-class _Tracker:
-    name: str
-    log: Callable[[dict[str, float], int], None]
-    close: Callable[[], None]
+# Sends flat numbers of a step, and finishes the run.
+_Tracker = tuple[Callable[[dict[str, float], int], None], Callable[[], None]]
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 class Trackers:
-    """All trackers of one run; `log` and `close` reach each of them."""
+    """All trackers of one run; one that fails is warned about once and never stops training.
 
-    def __init__(self, trackers: list[_Tracker]) -> None:
-        self._trackers = trackers
+    Args:
+        names: of `TRACKERS`; none is fine. On rank 0 only.
+        folder: where those that write files put them.
+        run_name: shown as the run's name; the project is "peagle".
+        config: settings shown beside the run, JSON-able.
+
+    Raises:
+        ConfigError: an unknown name, or a tracker that is not installed.
+    """
+
+    def __init__(self, names: tuple[str, ...], folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
+        for name in names:
+            if name not in TRACKERS:
+                raise ConfigError(f"--log-to {name}: not one of {', '.join(TRACKERS)}")
+            try:
+                importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
+            except ImportError:
+                raise ConfigError(f"--log-to {name}: not installed; `pip install {name}`") from None
+        self._trackers = {name: _start(name, folder, run_name, dict(config)) for name in names}
         self._failed: set[str] = set()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Send the numbers of a metrics row; lists become `name/0`, `name/1` ..., everything else is left out."""
         flat = flatten(metrics)
-        for tracker in self._trackers:
-            self._guarded(tracker, lambda tracker=tracker: tracker.log(flat, step))
+        for name, (send, _) in self._trackers.items():
+            self._guarded(name, lambda send=send: send(flat, step))
 
     def close(self) -> None:
         """Finish every tracker."""
-        for tracker in self._trackers:
-            self._guarded(tracker, tracker.close)
+        for name, (_, finish) in self._trackers.items():
+            self._guarded(name, finish)
 
-    def _guarded(self, tracker: _Tracker, action: Callable[[], None]) -> None:
+    def _guarded(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # a tracker's server or disk must not cost hours of training
-            if tracker.name not in self._failed:
-                logger.warning("%s failed (%s: %s); training goes on", tracker.name, type(error).__name__, error)
-            self._failed.add(tracker.name)
+            if name not in self._failed:
+                logger.warning("%s failed (%s: %s); training goes on", name, type(error).__name__, error)
+            self._failed.add(name)
 
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -214,73 +226,31 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     flat: dict[str, float] = {}
     for name, value in metrics.items():
+        if isinstance(value, (list, tuple)):
+            value = {str(index): item for index, item in enumerate(value)}
         if isinstance(value, Mapping):
             flat.update({f"{name}/{key}": number for key, number in flatten(value).items()})
-        elif isinstance(value, (list, tuple)):
-            flat.update({f"{name}/{i}": float(v) for i, v in enumerate(value) if _is_number(v)})
-        elif _is_number(value):
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
             flat[name] = float(value)
     return flat
 
 
-def open_trackers(names: tuple[str, ...], folder: Path, run_name: str, config: Mapping[str, Any]) -> Trackers:
-    """Start the named trackers.
+def _start(name: str, folder: Path, run_name: str, config: dict[str, Any]) -> _Tracker:
+    if name == "tensorboard":
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder / name))
+        writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
 
-    Args:
-        names: of `PACKAGES`; none is fine. Call on rank 0 only.
-        folder: where those that write files put them.
-        run_name: shown as the run's name; the project is "peagle".
-        config: settings shown beside the run, JSON-able.
+        def log(flat: dict[str, float], step: int) -> None:
+            for key, value in flat.items():
+                writer.add_scalar(key, value, step)
 
-    Raises:
-        ConfigError: an unknown name, or a tracker that is not installed.
-    """
-    for name in names:
-        if name not in PACKAGES:
-            raise ConfigError(f"--log-to {name}: not one of {', '.join(PACKAGES)}")
-        try:
-            importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else PACKAGES[name])
-        except ImportError:
-            raise ConfigError(f"--log-to {name}: not installed; `pip install {PACKAGES[name]}`") from None
-    starters = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
-    return Trackers([starters[name](folder, run_name, dict(config)) for name in dict.fromkeys(names)])
-
-
-def _tensorboard(folder: Path, run_name: str, config: dict[str, Any]) -> _Tracker:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder / "tensorboard"))
-    writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in config.items()))
-
-    def log(flat: dict[str, float], step: int) -> None:
-        for name, value in flat.items():
-            writer.add_scalar(name, value, step)
-
-    return _Tracker("tensorboard", log, writer.close)
-
-
-def _wandb(folder: Path, run_name: str, config: dict[str, Any]) -> _Tracker:
-    import wandb
-
-    run = wandb.init(project="peagle", name=run_name, config=config, dir=str(folder), resume="allow")
-    return _Tracker("wandb", lambda flat, step: run.log(flat, step=step), lambda: run.finish())
-
-
-def _mlflow(folder: Path, run_name: str, config: dict[str, Any]) -> _Tracker:
-    import mlflow
-
-    mlflow.set_experiment("peagle")
-    mlflow.start_run(run_name=run_name)
-    mlflow.log_params({key: str(value)[:500] for key, value in config.items()})
-    return _Tracker("mlflow", lambda flat, step: mlflow.log_metrics(flat, step=step), mlflow.end_run)
-
-
-def _trackio(folder: Path, run_name: str, config: dict[str, Any]) -> _Tracker:
-    import trackio
-
-    trackio.init(project="peagle", name=run_name, config=config)
-    return _Tracker("trackio", lambda flat, step: trackio.log(flat, step=step), trackio.finish)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return log, writer.close
+    package = importlib.import_module(name)
+    if name == "mlflow":
+        package.set_experiment("peagle")
+        package.start_run(run_name=run_name)
+        package.log_params({key: str(value)[:500] for key, value in config.items()})
+        return lambda flat, step: package.log_metrics(flat, step=step), package.end_run
+    more = {"dir": str(folder), "resume": "allow"} if name == "wandb" else {}
+    package.init(project="peagle", name=run_name, config=config, **more)
+    return lambda flat, step: package.log(flat, step=step), package.finish

@@ -18,7 +18,7 @@ from peagle.drafter.checkpoint import CONFIG, find, read_config
 from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import ConfigError
 from peagle.train.attention import AttentionName
-from peagle.train.config import FitConfig, TrainConfig
+from peagle.train.config import CHAIN_SETTINGS, FitConfig, TrainConfig, flag_of
 from peagle.train.parallel import World
 from peagle.train.step import StepSettings
 
@@ -32,20 +32,9 @@ _MUON_LR_RATIO = 10.0
 
 MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS = 128, 1024
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 1024
-CPU_BUDGET_BYTES = 1 << 30
-# Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 5 GB of 80.
-GPU_BUDGET_SHARE = 16
 # A half of the budget for a block, an eighth for a chunk.
 _BLOCK_PART, _CHUNK_PART = 2, 8
 
-# EAGLE-3's own flags and the loop's general ones that they stand for.
-_CHAIN_FLAGS = {"ttt_steps": "num_depths", "ttt_step_loss_decay": "depth_loss_decay"}
-# EAGLE-3 trains whole chains, without sampling, over the verifier's embedding.
-_CHAIN_SETTINGS: dict[str, Any] = {
-    "down_sample_ratio": 1.0,
-    "down_sample_ratio_min": 1.0,
-    "train_embeddings": "none",
-}
 # Of a checkpoint that training starts from: flag -> field of its config.
 _SHAPE = {
     "num_layers": "num_layers",
@@ -202,23 +191,15 @@ def _attention(config: FitConfig, drafter: DrafterConfig, dtype: torch.dtype, de
 
 def _sizes(config: FitConfig, drafter: DrafterConfig, device: torch.device) -> tuple[int, int]:
     shape = drafter.hidden_size, drafter.intermediate_size, drafter.draft_vocab_size, config.total_seq_len
-    if config.memory_budget is None:
-        return choose_sizes(default_budget(device), *shape)
-    budget = int(config.memory_budget * 1e9)
+    is_gpu = device.type == "cuda"
+    budget = config.scratch_bytes(int(torch.cuda.get_device_properties(device).total_memory) if is_gpu else None)
     least = least_budget(*shape)
-    if budget < least:
+    if config.memory_budget is not None and budget < least:
         raise ConfigError(
             f"--memory-budget {config.memory_budget:g}: the smallest blocks of this drafter, with packs of "
             f"{config.total_seq_len} tokens, need {math.ceil(least / 1e7) / 100:g} (GB); give that or more"
         )
     return choose_sizes(budget, *shape)
-
-
-def default_budget(device: torch.device) -> int:
-    """Bytes for a step's scratch memory where the user names none."""
-    if device.type != "cuda":
-        return CPU_BUDGET_BYTES
-    return int(torch.cuda.get_device_properties(device).total_memory) // GPU_BUDGET_SHARE
 
 
 def choose_sizes(
@@ -258,7 +239,7 @@ def _slot_bytes(hidden_size: int, intermediate_size: int, num_pairs: int) -> int
 
 def default_config(drafter: DrafterConfig, dtype: str) -> FitConfig:
     """The defaults of `peagle train` for a drafter of this kind, with as many depths as it drafts."""
-    kind = _CHAIN_SETTINGS if drafter.speculators_model_type == "eagle3" else {}
+    kind = CHAIN_SETTINGS if drafter.speculators_model_type == "eagle3" else {}
     return FitConfig.build({"num_depths": drafter.num_speculative_tokens, "dtype": dtype, **kind})
 
 
@@ -269,13 +250,7 @@ def settle(config: TrainConfig) -> TrainConfig:
         ConfigError: a flag that this kind of drafter does not have, or that differs from the checkpoint.
         CheckpointError: the checkpoint cannot be read.
     """
-    given, changes = config.model_fields_set, dict[str, Any]()
-    if config.speculator_type == "eagle3":
-        changes |= _chain_settings(config)
-    else:
-        for name in (*_CHAIN_FLAGS, "norm_output"):
-            if name in given and getattr(config, name) != TrainConfig.model_fields[name].default:
-                raise ConfigError(f"{_flag(name)} is for --speculator-type eagle3; P-EAGLE has {_flag('num_depths')}")
+    changes = config.of_kind()
     if config.from_pretrained is not None:
         changes |= _shape_of(config, pretrained_config(config.from_pretrained))
     return TrainConfig.build({**config.model_dump(), **changes})
@@ -287,25 +262,6 @@ def pretrained_config(checkpoint: str) -> DrafterConfig:
     return DrafterConfig.from_json(read_config(folder), str(folder / CONFIG))
 
 
-def _chain_settings(config: TrainConfig) -> dict[str, Any]:
-    given = config.model_fields_set
-    changes = dict(_CHAIN_SETTINGS)
-    for own, general in _CHAIN_FLAGS.items():
-        if general in given and getattr(config, general) != getattr(config, own):
-            raise ConfigError(f"{_flag(general)} is for P-EAGLE; with --speculator-type eagle3 say {_flag(own)}")
-        changes[general] = getattr(config, own)
-    for name in ("down_sample_ratio", "down_sample_ratio_min"):
-        if name in given and getattr(config, name) != 1.0:
-            raise ConfigError(f"{_flag(name)} is for P-EAGLE; EAGLE-3 trains every chain to its end")
-    if config.mask_token_id is not None:
-        raise ConfigError("--mask-token-id is for P-EAGLE; EAGLE-3 has no mask token")
-    if config.train_embeddings == "mask-token":
-        raise ConfigError("--train-embeddings mask-token: EAGLE-3 has no mask token; say all or none")
-    if "train_embeddings" in given:
-        del changes["train_embeddings"]
-    return changes
-
-
 def _shape_of(config: TrainConfig, source: DrafterConfig) -> dict[str, Any]:
     """Flags that the checkpoint decides, checked against those that were given."""
     changes: dict[str, Any] = {}
@@ -315,7 +271,7 @@ def _shape_of(config: TrainConfig, source: DrafterConfig) -> dict[str, Any]:
             changes[flag] = value
         # More layers than the checkpoint has are new ones; fewer would throw trained ones away.
         elif given != value and not (flag == "num_layers" and given > value):
-            raise ConfigError(f"{_flag(flag)} {given}: {config.from_pretrained} has {value}; omit the flag")
+            raise ConfigError(f"{flag_of(flag)} {given}: {config.from_pretrained} has {value}; omit the flag")
     size = source.draft_vocab_size if source.is_pruned else None
     if config.draft_vocab_size not in (None, source.draft_vocab_size):
         raise ConfigError(
@@ -335,7 +291,3 @@ def _shape_of(config: TrainConfig, source: DrafterConfig) -> dict[str, Any]:
             raise ConfigError(f"--norm-output: {config.from_pretrained} has it {'on' if source.norm_output else 'off'}")
         changes["norm_output"] = source.norm_output
     return changes
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -24,7 +24,7 @@ from peagle.train.config import TrainConfig
 from peagle.train.decision import Decision, decide
 from peagle.train.loop import FitResult, fit
 from peagle.train.masters import HEAD, choose_trained
-from peagle.train.metrics import Trackers, open_trackers
+from peagle.train.metrics import Trackers
 from peagle.train.parallel import COLLECTIVE_TIMEOUT_S, World, join_ranks, leave_ranks
 from peagle.train.plan import TrainPlan, resolve, settle
 from peagle.train.sources import OpenRows, open_rows
@@ -134,8 +134,9 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
         train, held_out = decision.extents(decision.train), decision.extents(decision.held_out)
         rows = open_rows(config, decision.store_spec(), train, held_out, world)
         try:
-            verifier = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
-            verifier = verifier.with_tensor_names(config.verifier_tensors)
+            verifier = load_verifier_config(
+                config.verifier_name_or_path, config.trust_remote_code, config.verifier_tensors
+            )
             head = load_head(verifier)
             loaded.append((_first_drafter(config, decision, verifier, head, rows.train), head, rows))
         except BaseException:
@@ -177,15 +178,15 @@ def _first_drafter(
 
 
 def _trackers(config: TrainConfig, world: World) -> Trackers | None:
-    if not config.log_to:
-        return None
     opened: list[Trackers] = []
-    config.save_path.mkdir(parents=True, exist_ok=True)
-    settings = config.model_dump(mode="json")
-    world.from_main(
-        "trackers",
-        lambda: opened.append(open_trackers(config.log_to, config.save_path, config.save_path.name, settings)),
-    )
+
+    def start() -> None:
+        config.save_path.mkdir(parents=True, exist_ok=True)
+        settings = config.model_dump(mode="json")
+        opened.append(Trackers(config.log_to, config.save_path, config.save_path.name, settings))
+
+    if config.log_to:
+        world.from_main("trackers", start)
     return opened[0] if opened else None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from peagle.config import ServerSettings
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.records import TokenRow
 from peagle.errors import ConfigError, StoreError
@@ -38,11 +39,6 @@ SHARD_BYTES = 256 * 10**6
 # Rows requested ahead of the trainer, in packs: enough for a server to batch well, few enough to be held in memory.
 _PACKS_AHEAD = 4
 _NUM_LOGGED = 5  # refused rows named in the log; all are counted
-# Settings of `peagle extract` that `peagle train` has too, under the same names.
-_SHARED_WITH_EXTRACT = (
-    *("device", "trust_remote_code", "verifier_tensors", "endpoint", "concurrency", "request_timeout_s"),
-    *("max_retries", "restart_wait_s", "api_key", "served_model_name"),
-)
 
 
 class MemoryRows:
@@ -94,11 +90,6 @@ class OpenRows:
     """Rows that the verifier refused, with the reason; grows during the run."""
 
 
-def hidden_states_path(config: TrainConfig) -> Path:
-    """Where the store is, or (online) where the server puts what it hands over."""
-    return config.hidden_states_path or config.data_path / "hidden_states"
-
-
 def plan_states(
     config: TrainConfig, verifier: VerifierConfig, prepared: Prepared, aux_layer_ids: tuple[int, ...] | None
 ) -> tuple[StoreSpec, StoreReader | None]:
@@ -117,7 +108,7 @@ def plan_states(
         StoreError: the store is missing where it is needed, or damaged.
         ConfigError: layer ids that the verifier does not have.
     """
-    folder = hidden_states_path(config)
+    folder = config.states_path
     if config.hidden_states == "offline":
         reader = StoreReader.open(folder)
         return reader.spec, reader
@@ -154,7 +145,7 @@ def open_rows(
         PeagleError: a store or a verifier that cannot be used; several ranks that would fill one store.
     """
     # 1. A store alone.
-    folder = hidden_states_path(config)
+    folder = config.states_path
     if not config.asks_verifier:
         reader = StoreReader.open(folder)
         return OpenRows(StoreRows(reader, train), StoreRows(reader, held_out), lambda: None, {})
@@ -170,12 +161,12 @@ def open_rows(
     def row_of(row_id: str) -> TokenRow:
         return prepared.row(index[row_id])
 
-    verifier = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code)
-    verifier = verifier.with_tensor_names(config.verifier_tensors)
+    verifier = load_verifier_config(config.verifier_name_or_path, config.trust_remote_code, config.verifier_tensors)
     head = proving_head(verifier, bool(config.endpoint))
+    shared = (*ServerSettings.model_fields, "device", "trust_remote_code", "verifier_tensors")
     request = ExtractConfig.build(
         {
-            **{name: getattr(config, name) for name in _SHARED_WITH_EXTRACT},
+            **{name: getattr(config, name) for name in shared},
             "preprocessed_data": config.data_path,
             "output": folder,
             "dtype": spec.dtype,
