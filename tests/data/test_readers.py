@@ -185,7 +185,7 @@ def test_the_nine_benchmarks_are_loaded_each_as_its_own_source(mirror):
         mirror(f"RedHatAI/speculator_benchmarks/{part}.jsonl", [{"prompt": f"{part} one"}, {"prompt": f"{part} two"}])
     found = read("RedHatAI/speculator_benchmarks")
     assert [row.source for row in found] == [part for part in BENCHMARK_PARTS for _ in range(2)]
-    assert all(row.is_prompt and not row.has_reply for row in found)
+    assert all(row.is_prompt for row in found)
     assert [row.messages[0]["content"] for row in read("speculator-benchmarks:qa")] == ["qa one", "qa two"]
     assert [row.source for row in read("speculator-benchmarks", limit=9)] == list(BENCHMARK_PARTS)
     local = read("./RedHatAI/speculator_benchmarks")
@@ -210,11 +210,7 @@ def test_human_eval_and_mt_bench_are_prompts(mirror):
         [{"category": "writing", "prompt": ["Write.", "Again."], "prompt_id": 81, "reference": []}],
     )
     (code,) = read("humaneval")
-    assert (code.source, code.messages, code.has_reply) == (
-        "humaneval",
-        ({"role": "user", "content": "def f():\n"},),
-        False,
-    )
+    assert (code.source, code.messages) == ("humaneval", ({"role": "user", "content": "def f():\n"},))
     (bench,) = read("mt-bench")
     assert (bench.source, bench.next_turns) == ("writing", ("Again.",))
 

@@ -140,9 +140,7 @@ def test_the_format_of_reasoning_is_seen_where_the_template_prints_some():
     assert rows_of(FORGETS, FIELD)[0] == [("<|user|>why work<|bot|>", ["<think>work</think>so<|im_end|>"])]
     assert rows_of(FORGETS, INLINE)[0] == [("<|user|>why work<|bot|>", ["<think>work</think>so<|im_end|>"])]
     assert ChatTemplate(toy_tokenizer(FORGETS), {}).think_format == ThinkFormat("<think>", "", "", "</think>", "")
-    assert ChatTemplate(toy_tokenizer(QWEN3), {}).think_format == ThinkFormat(
-        "<think>", "\n", "\n", "</think>", "\n\n"
-    )
+    assert ChatTemplate(toy_tokenizer(QWEN3), {}).think_format == ThinkFormat("<think>", "\n", "\n", "</think>", "\n\n")
     assert ChatTemplate(toy_tokenizer(THINKS), {}).think_format is None
 
 

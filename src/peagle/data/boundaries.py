@@ -32,16 +32,9 @@ class AddedTokens:
     @staticmethod
     def of(tokenizer: Any) -> AddedTokens:
         """Read them from a Transformers tokenizer."""
-        splitting: dict[int, str] = {}
-        ending: set[int] = set()
-        for token_id, token in tokenizer.added_tokens_decoder.items():
-            content = str(token.content)
-            if not content:
-                continue
-            if not token.single_word:
-                splitting[int(token_id)] = content
-            if token.special:
-                ending.add(int(token_id))
+        added = {int(token_id): token for token_id, token in tokenizer.added_tokens_decoder.items() if token.content}
+        splitting = {token_id: str(token.content) for token_id, token in added.items() if not token.single_word}
+        ending = {token_id for token_id, token in added.items() if token.special}
         if tokenizer.eos_token_id is not None:
             ending.add(int(tokenizer.eos_token_id))
         ordered = sorted(splitting.values(), key=len, reverse=True)
@@ -101,13 +94,11 @@ class Boundaries:
             start_char, end_char: where the turn's reply begins and where the template's rendering of it ends.
         """
         first = bisect.bisect_left(self._starts, start_char)
-        last = bisect.bisect_right(self._ends, end_char) - 1
-        while last >= first:
-            if self.ids[self._places[last]] in self._added.ending_ids:
-                if not self.text[self._ends[last] : end_char].strip():
-                    return self._places[last] + 1
-                break
-            last -= 1
+        behind = bisect.bisect_right(self._ends, end_char)
+        endings = (i for i in reversed(range(first, behind)) if self.ids[self._places[i]] in self._added.ending_ids)
+        last = next(endings, None)
+        if last is not None and not self.text[self._ends[last] : end_char].strip():
+            return self._places[last] + 1
         stripped = start_char + len(self.text[start_char:end_char].rstrip())
         found = self.at(stripped) if stripped > start_char else None
         return self.at(end_char) if found is None else found

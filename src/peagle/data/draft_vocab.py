@@ -7,7 +7,6 @@ tokenizer, which may have fewer tokens.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -50,16 +49,6 @@ class DraftVocab:
         total = int(frequencies.sum())
         return 0.0 if total == 0 else int(frequencies[~self.t2d].sum()) / total
 
-    def to_verifier_ids(self, draft_ids: Tensor) -> Tensor:
-        """Verifier ids of draft ids, int64, same shape."""
-        return draft_ids + self.d2t.to(draft_ids.device)[draft_ids]
-
-    def to_draft_ids(self, verifier_ids: Tensor) -> Tensor:
-        """Draft ids of verifier ids, -1 for tokens that cannot be drafted, int64, same shape."""
-        table = torch.cumsum(self.t2d.to(torch.int64), 0) - 1
-        table = torch.where(self.t2d, table, torch.full_like(table, -1))
-        return table.to(verifier_ids.device)[verifier_ids]
-
 
 def build_vocab(frequencies: Tensor, size: int, must_keep_ids: Collection[int], vocab_size: int) -> DraftVocab:
     """Choose the draft vocabulary: what must be kept, then the most frequent, then unseen ids from the lowest.
@@ -86,9 +75,8 @@ def build_vocab(frequencies: Tensor, size: int, must_keep_ids: Collection[int], 
     if keep and not (keep[0] >= 0 and keep[-1] < vocab_size):
         raise ConfigError(f"ids to keep go from {keep[0]} to {keep[-1]}, the verifier has 0 to {vocab_size - 1}")
     if len(keep) > size:
-        raise ConfigError(
-            f"--draft-vocab-size {size}: {len(keep)} end and control tokens must be kept; give at least that many"
-        )
+        need = f"{len(keep)} end and control tokens must be kept; give at least that many"
+        raise ConfigError(f"--draft-vocab-size {size}: {need}")
     rank = frequencies.to(torch.int64).clone()
     rank[torch.tensor(keep, dtype=torch.int64)] = torch.iinfo(torch.int64).max
     chosen = torch.sort(rank, descending=True, stable=True).indices[:size]
@@ -97,9 +85,8 @@ def build_vocab(frequencies: Tensor, size: int, must_keep_ids: Collection[int], 
 
 def vocab_of_ids(ids: Iterable[int] | Tensor, vocab_size: int) -> DraftVocab:
     """The draft vocabulary of chosen verifier ids, in any order."""
-    chosen = torch.as_tensor(list(ids) if not isinstance(ids, Tensor) else ids, dtype=torch.int64)
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[chosen] = True
+    t2d[torch.as_tensor(ids if isinstance(ids, Tensor) else list(ids), dtype=torch.int64)] = True
     ordered = torch.nonzero(t2d).flatten()
     return DraftVocab(ordered, ordered - torch.arange(len(ordered)), t2d)
 
@@ -119,15 +106,13 @@ def must_keep_ids(tokenizer: Any, eos_token_ids: Iterable[int], frequencies: Ten
         Ids below vocab_size, ascending.
     """
     vocab_size = len(frequencies)
-    keep = {int(token) for token in eos_token_ids}
-    if tokenizer.eos_token_id is not None:
-        keep.add(int(tokenizer.eos_token_id))
+    keep = {int(token) for token in (*eos_token_ids, tokenizer.eos_token_id) if token is not None}
     try:
         template = template_text(tokenizer)
     except TemplateError:
         template = ""
     for token_id, token in tokenizer.added_tokens_decoder.items():
-        is_named = bool(token.content) and re.search(re.escape(token.content), template) is not None
+        is_named = bool(token.content) and token.content in template
         is_used = int(token_id) < vocab_size and int(frequencies[int(token_id)]) > 0
         if is_named or is_used:
             keep.add(int(token_id))
@@ -143,5 +128,7 @@ def choose_vocab(prepared: Prepared, tokenizer: Any, eos_token_ids: Iterable[int
         ConfigError: see `build_vocab`.
     """
     vocab_size = int(prepared.summary["vocab_size"])
-    keep = must_keep_ids(tokenizer, eos_token_ids, prepared.frequencies) if size is not None else ()
-    return build_vocab(prepared.frequencies, size if size is not None else vocab_size, keep, vocab_size)
+    if size is None:
+        return vocab_of_ids(range(vocab_size), vocab_size)
+    keep = must_keep_ids(tokenizer, eos_token_ids, prepared.frequencies)
+    return build_vocab(prepared.frequencies, size, keep, vocab_size)

@@ -27,33 +27,42 @@ CALL_ROLES = ("function_call", "tool_call")
 MAX_SHOWN = 60
 
 
-def turn(raw: Any) -> tuple[Message, set[str]]:
-    """Bring one turn of any layout to a `Message`.
-
-    Returns:
-        The message, and the repairs that were needed.
+def turn(raw: Any, repairs: set[str]) -> Message:
+    """Bring one turn of any layout to a `Message`, adding to `repairs` what it took.
 
     Raises:
         UnusableRow: not an object, an unknown role, content that is not text, or a tool call that cannot be read.
     """
+    # 1. Who speaks.
     if not isinstance(raw, dict):
         raise UnusableRow("turn is not an object", f"found {shown(raw)}")
-    repairs: set[str] = set()
-    role_name = _role_name(raw)
+    speaker = first_of(raw, ROLE_KEYS)
+    if speaker is None:
+        raise UnusableRow("unknown role", f"a turn has none of {', '.join(ROLE_KEYS)}")
+    if not isinstance(speaker, str):
+        raise UnusableRow("unknown role", f"found {shown(speaker)}, expected text")
+    role_name = speaker.strip().lower()
     role = ROLES.get(role_name)
     if role is None:
         raise UnusableRow("unknown role", f"{role_name!r}; known are {', '.join(sorted(ROLES))}")
-    found = first_of(raw, CONTENT_KEYS)
+
+    # 2. Content, reasoning and calls, each in one of several places.
+    content = first_of(raw, CONTENT_KEYS)
     reasoning = first_of(raw, REASONING_KEYS, "")
-    calls = _raw_calls(raw)
-    if role_name in CALL_ROLES and not calls:
-        calls, found = _calls_in_text(found), None
-    text, part_reasoning, part_calls = _content(found, role, repairs)
+    function, calls = raw.get("function_call"), raw.get("tool_calls")
+    calls = [function] if calls is None and function is not None else _listed(calls, "tool_calls", "bad tool call")
+    if role_name in CALL_ROLES and not calls:  # ShareGPT: the turn's value is the call, as JSON text
+        calls, content = _listed(content, "the function_call turn", "bad tool call"), None
+        if not calls:
+            raise UnusableRow("bad tool call", "a function_call turn without a call")
+    text, part_reasoning, part_calls = _content(content, role, repairs)
     calls = calls + part_calls
     if reasoning is None:
         reasoning = part_reasoning or None
-    if found is None and not calls and reasoning is None:
+    if content is None and not calls and reasoning is None:
         raise UnusableRow("no content", f"a {role} turn has none of {', '.join(CONTENT_KEYS)}")
+
+    # 3. The message.
     message: Message = {"role": role, "content": clean(text, repairs)}
     if reasoning is not None and role == "assistant":
         if not isinstance(reasoning, str):
@@ -67,21 +76,12 @@ def turn(raw: Any) -> tuple[Message, set[str]]:
         for key in ("tool_call_id", "name"):
             if isinstance(raw.get(key), str):
                 message[key] = clean(raw[key], repairs)
-    return message, repairs
+    return message
 
 
 def first_of(record: dict[str, Any], keys: Iterable[str], *empty: Any) -> Any:
     """The value under the first of `keys` that is there and neither null nor one of `empty`; else None."""
     return next((record[key] for key in keys if record.get(key) is not None and record[key] not in empty), None)
-
-
-def _role_name(raw: dict[str, Any]) -> str:
-    role = first_of(raw, ROLE_KEYS)
-    if role is None:
-        raise UnusableRow("unknown role", f"a turn has none of {', '.join(ROLE_KEYS)}")
-    if not isinstance(role, str):
-        raise UnusableRow("unknown role", f"found {shown(role)}, expected text")
-    return role.strip().lower()
 
 
 def _content(found: Any, role: str, repairs: set[str]) -> tuple[str, str, list[Any]]:
@@ -101,10 +101,8 @@ def _content(found: Any, role: str, repairs: set[str]) -> tuple[str, str, list[A
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Any] = []
-    for part in found:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
+    for item in found:
+        part = {"text": item} if isinstance(item, str) else item
         if not isinstance(part, dict):
             raise UnusableRow("unsupported content", f"found the part {shown(part)}")
         kind = part.get("type", "text")
@@ -120,45 +118,31 @@ def _content(found: Any, role: str, repairs: set[str]) -> tuple[str, str, list[A
     return "".join(texts), "".join(thoughts), calls
 
 
-def _raw_calls(raw: dict[str, Any]) -> list[Any]:
-    calls = raw.get("tool_calls")
-    if calls is None and raw.get("function_call") is not None:
-        calls = [raw["function_call"]]
-    if calls is None or calls == "":
+def _listed(value: Any, what: str, reason: str) -> list[Any]:
+    """A list that may come as JSON text, or as its only item; empty where nothing is given."""
+    if isinstance(value, str):
+        value = _parsed(value, what) if value.strip() else None
+    if value is None:
         return []
-    if isinstance(calls, str):
-        calls = _parsed(calls, "tool_calls")
-    if isinstance(calls, dict):
-        calls = [calls]
-    if not isinstance(calls, list):
-        raise UnusableRow("bad tool call", f"tool_calls is {shown(calls)}, expected a list")
-    return calls
-
-
-def _calls_in_text(found: Any) -> list[Any]:
-    """Calls of a ShareGPT `function_call` turn, whose value is JSON text."""
-    if isinstance(found, str):
-        found = _parsed(found, "the function_call turn")
-    calls = found if isinstance(found, list) else [found]
-    if not calls:
-        raise UnusableRow("bad tool call", "a function_call turn without a call")
-    return calls
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list):
+        raise UnusableRow(reason, f"{what} is {shown(value)}, expected a list")
+    return value
 
 
 def tool_call(raw: Any, repairs: set[str]) -> dict[str, Any]:
     """Bring a tool call to OpenAI's shape, its arguments an object (never JSON text, which would be encoded twice)."""
     if not isinstance(raw, dict):
         raise UnusableRow("bad tool call", f"found {shown(raw)}, expected an object")
-    inner = raw.get("function")
-    function: dict[str, Any] = inner if isinstance(inner, dict) else raw
+    function = raw["function"] if isinstance(raw.get("function"), dict) else raw
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise UnusableRow("bad tool call", f"no name in {shown(raw)}")
     arguments = next((function[k] for k in ("arguments", "parameters", "args", "input") if k in function), None)
     if isinstance(arguments, str):
-        arguments = _parsed(arguments, f"the arguments of {name}") if arguments.strip() else {}
-    if arguments is None:
-        arguments = {}
+        arguments = _parsed(arguments, f"the arguments of {name}") if arguments.strip() else None
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise UnusableRow("bad tool call", f"the arguments of {name} are {shown(arguments)}, expected an object")
     call = {"type": "function", "function": {"name": clean(name, repairs), "arguments": deep_clean(arguments, repairs)}}
@@ -169,20 +153,12 @@ def tool_call(raw: Any, repairs: set[str]) -> dict[str, Any]:
 
 def tool_declarations(raw: Any, repairs: set[str]) -> tuple[dict[str, Any], ...]:
     """Tool declarations of a row: a list or its JSON text; bare functions are wrapped as OpenAI has them."""
-    if isinstance(raw, str):
-        raw = _parsed(raw, "tools") if raw.strip() else None
-    if raw is None:
-        return ()
-    if isinstance(raw, dict):
-        raw = [raw]
-    if not isinstance(raw, list):
-        raise UnusableRow("bad tool declaration", f"tools is {shown(raw)}, expected a list")
     out = []
-    for item in raw:
+    for item in _listed(raw, "tools", "bad tool declaration"):
         if not isinstance(item, dict):
             raise UnusableRow("bad tool declaration", f"found {shown(item)}, expected an object")
-        is_wrapped = isinstance(item.get("function"), dict)
-        wrapped: dict[str, Any] = item if is_wrapped else {"type": "function", "function": item}
+        is_bare = not isinstance(item.get("function"), dict)
+        wrapped: dict[str, Any] = {"type": "function", "function": item} if is_bare else item
         if not isinstance(wrapped["function"].get("name"), str):
             raise UnusableRow("bad tool declaration", f"no name in {shown(item)}")
         out.append(deep_clean(wrapped, repairs))
@@ -259,16 +235,11 @@ def conversation_of(record: dict[str, Any]) -> Draft:
         UnusableRow: no layout fits, or a turn cannot be read.
     """
     draft = Draft()
-    raw = _turns(record, draft)
-    for item in raw:
-        message, repairs = turn(item)
-        draft.messages.append(message)
-        draft.repairs |= repairs
+    draft.messages = [turn(item, draft.repairs) for item in _turns(record, draft)]
     system = first_of(record, SYSTEM_KEYS, "")
     if isinstance(system, str) and not (draft.messages and draft.messages[0]["role"] == "system"):
         draft.messages.insert(0, {"role": "system", "content": clean(system, draft.repairs)})
-    declared = first_of(record, ("tools", "functions"), "")
-    draft.tools = tool_declarations(declared, draft.repairs)
+    draft.tools = tool_declarations(first_of(record, ("tools", "functions"), ""), draft.repairs)
     options = record.get("chat_template_kwargs")
     if options is not None:
         if not isinstance(options, dict):
@@ -288,31 +259,36 @@ def _turns(record: dict[str, Any], draft: Draft) -> list[Any]:
     for key in ("data", "turns"):
         found = record.get(key)
         if isinstance(found, list) and found:
-            if all(isinstance(text, str) for text in found):
-                if key == "turns":
-                    return _prompts(found, draft)
-                roles = ("user", "assistant")
-                return [{"role": roles[i % 2], "content": text} for i, text in enumerate(found)]
-            return found
-    if record.get("prompt") is not None:
-        prompt = record["prompt"]
-        if isinstance(prompt, list) and prompt and all(isinstance(text, str) for text in prompt):
+            if not _is_text_only(found):
+                return found
+            if key == "turns":
+                return _prompts(found, draft)
+            return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(found)]
+    prompt = record.get("prompt")
+    if isinstance(prompt, list):
+        if prompt and _is_text_only(prompt):
             return _prompts(prompt, draft)
-        if isinstance(prompt, list):
-            reply: list[Any] = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), list)), [])
-            return [*_list_of(prompt, "prompt"), *reply]
+        turns: list[Any] = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), list)), [])
+        return [*_list_of(prompt, "prompt"), *turns]
+    reply = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), str)), None)
+    if prompt is not None:
         if "canonical_solution" in record:  # HumanEval: its solution is code, not a chat reply
-            return [{"role": "user", "content": prompt}]
-        return _exchange(prompt, record)
-    if isinstance(record.get("instruction"), str):
+            reply = None
+    elif isinstance(record.get("instruction"), str):
         given = record.get("input")
-        text = record["instruction"] + (f"\n\n{given}" if isinstance(given, str) and given else "")
-        return _exchange(text, record)
-    if record.get("question") is not None:
-        return _exchange(record["question"], record)
-    found_keys = ", ".join(sorted(map(str, record))[:8])
-    hint = "; for text that is rendered already use --mode text" if "text" in record else ""
-    raise UnusableRow("no conversation", f"found the columns {found_keys!a}, expected messages or prompt{hint}")
+        prompt = record["instruction"] + (f"\n\n{given}" if isinstance(given, str) and given else "")
+    else:
+        prompt = record.get("question")
+    if prompt is None:
+        columns = ", ".join(sorted(map(str, record))[:8])
+        hint = "; for text that is rendered already use --mode text" if "text" in record else ""
+        raise UnusableRow("no conversation", f"found the columns {columns!a}, expected messages or prompt{hint}")
+    replies = [] if reply is None else [{"role": "assistant", "content": CALCULATOR.sub("", reply)}]
+    return [{"role": "user", "content": prompt}, *replies]
+
+
+def _is_text_only(items: list[Any]) -> bool:
+    return all(isinstance(item, str) for item in items)
 
 
 def _list_of(found: Any, key: str) -> list[Any]:
@@ -331,14 +307,6 @@ def _list_of(found: Any, key: str) -> list[Any]:
 def _prompts(texts: list[str], draft: Draft) -> list[Any]:
     draft.next_turns = [clean(text, draft.repairs) for text in texts[1:]]
     return [{"role": "user", "content": texts[0]}]
-
-
-def _exchange(prompt: Any, record: dict[str, Any]) -> list[Any]:
-    reply = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), str)), None)
-    turns = [{"role": "user", "content": prompt}]
-    if reply is not None:
-        turns.append({"role": "assistant", "content": CALCULATOR.sub("", reply)})
-    return turns
 
 
 def repair(messages: list[Message], repairs: set[str]) -> list[Message]:
@@ -364,7 +332,8 @@ def repair(messages: list[Message], repairs: set[str]) -> list[Message]:
         elif role != "system" and not seen_user:
             repairs.add("turns before the first user turn dropped")
             continue
-        if role == "assistant" and is_empty(message):
+        said = message["content"].strip() or message.get("reasoning_content") or message.get("tool_calls")
+        if role == "assistant" and not said:
             repairs.add("cut at an empty reply")
             break
         last = out[-1] if out else None
@@ -376,11 +345,6 @@ def repair(messages: list[Message], repairs: set[str]) -> list[Message]:
     if not seen_user:
         raise UnusableRow("no user turn", "nobody asks anything")
     return out
-
-
-def is_empty(message: Message) -> bool:
-    """Whether a reply says, thinks and calls nothing."""
-    return not message["content"].strip() and not message.get("reasoning_content") and not message.get("tool_calls")
 
 
 def _merged(first: Message, second: Message) -> Message:
@@ -439,7 +403,7 @@ def ready_tokens(record: dict[str, Any]) -> dict[str, Any]:
 def _integers(values: Any, what: str) -> list[int]:
     if not isinstance(values, list):
         raise UnusableRow("bad token row", f"{what} is {shown(values)}, expected a list of integers")
-    for value in values:
-        if type(value) is not int and type(value) is not bool:
-            raise UnusableRow("bad token row", f"{what} holds {shown(value)}, expected integers")
+    odd = [value for value in values if type(value) is not int and type(value) is not bool]
+    if odd:
+        raise UnusableRow("bad token row", f"{what} holds {shown(odd[0])}, expected integers")
     return [int(value) for value in values]

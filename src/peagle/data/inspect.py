@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -29,14 +28,12 @@ def inspect(config: InspectConfig) -> int:
         PeagleError: not a prepared folder, or no such row.
     """
     prepared = load_prepared(config.folder)
-    model = config.model or prepared.summary["model"]
-    tokenizer = load_tokenizer(model, config.trust_remote_code)
+    tokenizer = load_tokenizer(config.model or prepared.summary["model"], config.trust_remote_code)
     console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
     console.print(_header(prepared))
     for index in _chosen(prepared, config):
         row = prepared.row(index)
-        console.print()
-        console.print(f"row {index}  {describe(row)}")
+        console.print(f"\nrow {index}  {describe(row)}")
         console.print(highlighted(tokenizer, row, console.is_terminal))
         if config.ids:
             console.print("ids " + " ".join(map(str, row.input_ids)))
@@ -51,9 +48,8 @@ def _header(prepared: Prepared) -> str:
         f"{summary['tokens']} tokens, {share:.1f} % supervised; read {summary['read']}, "
         f"dropped {sum(summary['dropped'].values())}, cut {summary['rows_cut']} at {summary['seq_length']}",
     ]
-    lines += [f"  dropped {number}: {reason}" for reason, number in summary["dropped"].items()]
-    lines += [f"  repaired {number}: {repair}" for repair, number in summary["repaired"].items()]
-    lines += [f"  noted {number}: {note}" for note, number in summary["notes"].items()]
+    for key, word in (("dropped", "dropped"), ("repaired", "repaired"), ("notes", "noted")):
+        lines += [f"  {word} {number}: {text}" for text, number in summary[key].items()]
     lines += [f"  {number} rows of {source}" for source, number in summary["sources"].items()]
     return "\n".join(lines)
 
@@ -64,9 +60,7 @@ def _chosen(prepared: Prepared, config: InspectConfig) -> list[int]:
         if index is None:
             raise DataError(f"{config.folder}: no row with the id {config.row_id!r}")
         return [index]
-    places: Iterator[int] = iter(range(len(prepared)))
-    if config.source is not None:
-        places = (i for i, source in enumerate(prepared.table["source"]) if source == config.source)
+    places = (i for i, source in enumerate(prepared.table["source"]) if config.source in (None, source))
     chosen = list(itertools.islice(places, config.start, config.start + config.rows))
     if not chosen:
         wanted = f" of source {config.source!r}" if config.source else ""
@@ -87,12 +81,12 @@ def describe(row: TokenRow) -> str:
 def runs(row: TokenRow) -> list[tuple[str, list[int]]]:
     """The row as maximal runs of prompt, supervised and tail tokens."""
     ends = len(row.input_ids) - row.tail_length
-    parts = [
-        TAIL if place >= ends else SUPERVISED if supervised else PROMPT
-        for place, supervised in enumerate(row.loss_mask)
-    ]
-    grouped = itertools.groupby(zip(parts, row.input_ids), key=lambda pair: pair[0])
-    return [(part, [token for _, token in pairs]) for part, pairs in grouped]
+
+    def part_of(place: int) -> str:
+        return TAIL if place >= ends else SUPERVISED if row.loss_mask[place] else PROMPT
+
+    places = itertools.groupby(range(len(row.input_ids)), key=part_of)
+    return [(part, [row.input_ids[place] for place in run]) for part, run in places]
 
 
 def highlighted(tokenizer: Any, row: TokenRow, is_terminal: bool) -> Text:
@@ -100,11 +94,8 @@ def highlighted(tokenizer: Any, row: TokenRow, is_terminal: bool) -> Text:
     out = Text()
     for part, ids in runs(row):
         text = visible(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        if is_terminal:
-            out.append(text, style=_STYLES[part])
-        else:
-            before, behind = _MARKS[part]
-            out.append(before + text + behind)
+        before, behind = ("", "") if is_terminal else _MARKS[part]
+        out.append(before + text + behind, style=_STYLES[part] if is_terminal else None)
     return out
 
 

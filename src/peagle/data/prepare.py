@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
@@ -25,16 +26,7 @@ from peagle.data.prepared import REJECTED, RowsWriter, read_summary, refuse_fore
 from peagle.data.readers import Part, guess_rows, parts_of, read_parts
 from peagle.data.records import Rejected
 from peagle.data.template import ChatTemplate, use_template_file
-from peagle.data.tokenize import (
-    NO_REPLY,
-    NO_SPAN,
-    NO_TOKEN,
-    Outcome,
-    RowTokenizer,
-    TextMarks,
-    marks_of_pattern,
-    marks_of_template,
-)
+from peagle.data.tokenize import NO_REPLY, NO_SPAN, NO_TOKEN, Outcome, RowTokenizer, TextMarks, marks_of_template
 from peagle.data.tokenizer import load_tokenizer, load_vocab_size, tokenizer_sha256
 from peagle.errors import ConfigError, DataError, TemplateError
 from peagle.files import sha256_file
@@ -157,7 +149,7 @@ def prepare(config: PrepareConfig) -> int:
             "model": config.model,
             "seq_length": config.seq_length,
             **{key: made_from[key] for key in ("vocab_size", "tokenizer_sha256", "template_sha256")},
-            "rows_sha256": writer.rows_sha256(),
+            "rows_sha256": writer.digest.hexdigest(),
             "read": counts.read,
             "kept": counts.kept,
             **{name: dict(getattr(counts, name).most_common()) for name in counters},
@@ -176,7 +168,7 @@ def prepare(config: PrepareConfig) -> int:
     logger.info(
         "read %d, wrote %d rows (%d tokens, %.1f %% supervised) of %d conversations to %s, dropped %d, in %s",
         counts.read, writer.num_rows, writer.num_tokens, 100 * share, counts.kept, config.output,
-        sum(counts.dropped.values()), log.duration(seconds),
+        counts.dropped.total(), log.duration(seconds),
     )  # fmt: skip
     if share < _TINY_SHARE:
         logger.warning("only %.2f %% of the tokens are supervised; look at them with `peagle inspect %s`",
@@ -186,14 +178,12 @@ def prepare(config: PrepareConfig) -> int:
 
 def _template(config: PrepareConfig, tokenizer: Any) -> tuple[ChatTemplate | None, str]:
     """The chat template in use, or None and why there is none: rows that are tokenized already need none."""
-    options: Any = {}
-    if config.chat_template_kwargs:
-        try:
-            options = json.loads(config.chat_template_kwargs)
-        except ValueError:
-            options = None
-        if not isinstance(options, dict):
-            raise ConfigError(f"--chat-template-kwargs: expected a JSON object, found {config.chat_template_kwargs!r}")
+    try:
+        options = json.loads(config.chat_template_kwargs or "{}")
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--chat-template-kwargs: expected a JSON object, found {config.chat_template_kwargs!r}")
     use_template_file(tokenizer, config.chat_template)
     try:
         template = ChatTemplate(tokenizer, options)
@@ -215,7 +205,11 @@ def _marks(config: PrepareConfig, tokenizer: Any, template: ChatTemplate | None)
     if not tokenizer.is_fast:
         raise DataError(f"{config.model}: --mode text needs a fast tokenizer (one with a tokenizer.json)")
     if config.assistant_pattern is not None:
-        return marks_of_pattern(tokenizer, config.assistant_pattern)
+        try:
+            pattern = re.compile(config.assistant_pattern, re.DOTALL)
+        except re.error as error:
+            raise DataError(f"--assistant-pattern: not a regular expression ({error})") from None
+        return TextMarks(tokenizer, "pattern", pattern, config.assistant_pattern)
     if template is None:
         raise TemplateError(f"{config.model}: no chat template to take markers from; give --assistant-pattern")
     return marks_of_template(template)
@@ -323,14 +317,14 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], num_w
 def _start(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
 
+    def end_with_parent() -> None:  # killed, it cannot tell its workers, and they would wait for ever
+        while os.getppid() == parent:
+            time.sleep(_LOOK_EVERY_S)
+        os._exit(1)
 
-def _end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone: killed, it cannot tell its workers, and they would wait for ever."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_EVERY_S)
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _work(chunk: list[Any]) -> list[Any]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from peagle.data.records import Rejected, TokenRow
-from peagle.errors import DataError
+from peagle.errors import DataError, one_line
 from peagle.files import lock_file, whole_file, write_json
 
 if TYPE_CHECKING:
@@ -70,8 +69,7 @@ def load_prepared(folder: Path) -> Prepared:
         table = datasets.load_from_disk(str(folder))
         frequencies = load_file(str(folder / FREQUENCIES))["frequencies"]
     except Exception as error:  # datasets, pyarrow and safetensors each have their own
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{folder}: damaged ({line[:160]}); run `peagle prepare --overwrite` again") from None
+        raise DataError(f"{folder}: damaged ({one_line(error)}); run `peagle prepare --overwrite` again") from None
     if len(table) != summary.get("rows") or len(frequencies) != summary.get("vocab_size"):
         raise DataError(
             f"{folder}: {SUMMARY} says {summary.get('rows')} rows, the data has {len(table)}; "
@@ -109,8 +107,8 @@ class RowsWriter:
         self.output, self.work = output, output / WORK
         self.frequencies = np.zeros(vocab_size, dtype=np.int64)
         self.num_rows = self.num_tokens = self.num_supervised = 0
-        self.sources: dict[str, int] = {}
-        self._digest = hashlib.sha256()
+        self.sources: Counter[str] = Counter()
+        self.digest = hashlib.sha256()  # of all rows in order: the identity of the prepared data
         self._lock_path = output / ".prepare.lock"
         self._lock = lock_file(self._lock_path, f"preparing into {output}")
         shutil.rmtree(self.work, ignore_errors=True)
@@ -158,10 +156,10 @@ class RowsWriter:
         self.num_rows += 1
         self.num_tokens += len(ids)
         self.num_supervised += len(supervised)
-        self.sources[row.source] = self.sources.get(row.source, 0) + 1
+        self.sources[row.source] += 1
         for part in (row.row_id.encode(), ids.tobytes(), mask.tobytes()):
-            self._digest.update(len(part).to_bytes(8, "little") + part)
-        self._digest.update(bytes([row.next_is_supervised]) + row.tail_length.to_bytes(4, "little"))
+            self.digest.update(len(part).to_bytes(8, "little") + part)
+        self.digest.update(bytes([row.next_is_supervised]) + row.tail_length.to_bytes(4, "little"))
         self._batch.append(row)
         if len(self._batch) == _BATCH_ROWS:
             self._flush()
@@ -175,21 +173,22 @@ class RowsWriter:
         record = {"origin": origin, "line": line, "row_id": row_id, "repairs": list(repairs)}
         self._repaired.write(json.dumps(record) + "\n")
 
-    def rows_sha256(self) -> str:
-        """Hash of all rows in order: the identity of the prepared data."""
-        return self._digest.hexdigest()
-
     def finish(self, summary: dict[str, Any]) -> None:
         """Save the dataset and everything beside it; the summary, written last, says that all of it is there."""
         import datasets
+        from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
         from safetensors.numpy import save_file
 
         self._flush()
         self._close()
         done = self.work / "done"
-        with _quiet_progress():
-            table = datasets.Dataset.from_file(str(self.work / "rows.arrow"))
-            table.save_to_disk(str(done))
+        was_on = is_progress_bar_enabled()
+        disable_progress_bar()  # `datasets` would draw its own into ours
+        try:
+            datasets.Dataset.from_file(str(self.work / "rows.arrow")).save_to_disk(str(done))
+        finally:
+            if was_on:
+                enable_progress_bar()
         with whole_file(done / FREQUENCIES) as temporary:
             save_file({"frequencies": self.frequencies}, str(temporary))
         for name in (REJECTED, REPAIRED):
@@ -202,9 +201,8 @@ class RowsWriter:
     def finish_empty(self) -> None:
         """Nothing was kept: leave only the list of rejected rows."""
         self._close()
-        text = (self.work / REJECTED).read_text(encoding="utf-8")
         with whole_file(self.output / REJECTED) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            shutil.copyfile(self.work / REJECTED, temporary)
 
     def _flush(self) -> None:
         import pyarrow as pa
@@ -245,17 +243,3 @@ def refuse_foreign(folder: Path) -> None:
             f"{path}: a data set that `peagle prepare` did not make would be replaced. Give another --output, or "
             "--overwrite to replace it."
         )
-
-
-@contextlib.contextmanager
-def _quiet_progress() -> Iterator[None]:
-    """Keep `datasets` from drawing its own bars into ours."""
-    from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
-
-    was_on = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            enable_progress_bar()

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -187,11 +187,10 @@ def guess_rows(path: Path) -> int:
         if name.endswith(".gz"):
             return path.stat().st_size // 1000
         marks = (b"\n",) if not name.endswith(".json") else (b'"conversations"', b'"messages"', b'"prompt"')
-        counts = dict.fromkeys(marks, 0)
+        counts: Counter[bytes] = Counter()
         with open(path, "rb") as handle:
             while block := handle.read(1 << 20):
-                for mark in marks:
-                    counts[mark] += block.count(mark)
+                counts.update({mark: block.count(mark) for mark in marks})
         return max(counts.values())
     except (OSError, ValueError):  # the reader will say what is wrong
         return 0
@@ -263,16 +262,15 @@ def read_hub(part: HubPart) -> Iterator[Numbered]:
     """
     import datasets
 
+    is_url = part.hub_id.startswith("https://")
+    files: Any = part.hub_id if is_url else {part.split: part.file} if part.file is not None else None
     try:
-        if part.hub_id.startswith("https://"):
-            table = datasets.load_dataset("json", data_files=part.hub_id, split=part.split)
-        else:
-            files = {part.split: part.file} if part.file is not None else None
-            table = datasets.load_dataset(part.hub_id, part.config, data_files=files, split=part.split)
+        table = datasets.load_dataset(
+            "json" if is_url else part.hub_id, part.config, data_files=files, split=part.split
+        )
     except Exception as error:  # the hub client raises dozens of kinds: no network, no such set, no such split
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"--data {part.hub_id}: cannot be loaded from the hub ({type(error).__name__}: {reason[:200]}). "
+            f"--data {part.hub_id}: cannot be loaded from the hub ({type(error).__name__}: {one_line(error)}). "
             "Check the name and the network, or give a downloaded .jsonl or .parquet file."
         ) from None
     yield from rows_of(table)

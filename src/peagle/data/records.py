@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,11 +40,6 @@ class Conversation:
     """What had to be repaired (`docs/data.md` has the rules), one short phrase each."""
 
     @property
-    def has_reply(self) -> bool:
-        """Whether an assistant turn is there to learn from."""
-        return any(message["role"] == "assistant" for message in self.messages)
-
-    @property
     def is_prompt(self) -> bool:
         """Whether the last turn waits for a reply."""
         return bool(self.messages) and self.messages[-1]["role"] in ("user", "tool")
@@ -54,15 +50,12 @@ class Conversation:
         User turns behind a tool's result are left out: they answer to calls that the verifier may never make. A
         conversation whose first reply is a tool call therefore opens with the turns before that call.
         """
-        first = next((i for i, message in enumerate(self.messages) if message["role"] == "assistant"), None)
-        if first is None:
+        roles = [message["role"] for message in self.messages]
+        if "assistant" not in roles:
             return self
-        later = []
-        for message in self.messages[first:]:
-            if message["role"] == "tool":
-                break
-            if message["role"] == "user":
-                later.append(message["content"])
+        first = roles.index("assistant")
+        before_tools = itertools.takewhile(lambda message: message["role"] != "tool", self.messages[first:])
+        later = (message["content"] for message in before_tools if message["role"] == "user")
         return replace(self, messages=self.messages[:first], next_turns=(*later, *self.next_turns))
 
     def answered(self, reply: Message) -> Conversation:
@@ -151,12 +144,6 @@ def rejected(problem: UnusableRow, source: str, origin: str, line: int, row_id: 
     )
 
 
-def content_hash(content: Any) -> str:
-    """The first 16 hex digits of the SHA-256 of a JSON value, keys sorted."""
-    text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
-
-
 class RowIds:
     """Gives row ids: `<own id>.<hash>` or `<hash>`, then `#2`, `#3`, ... when the very same row comes again.
 
@@ -168,8 +155,9 @@ class RowIds:
         self._seen: dict[str, int] = {}
 
     def of_content(self, own_id: str | None, content: Any) -> str:
-        """The id of a row that is known by its content."""
-        digest = content_hash(content)
+        """The id of a row that is known by its content: the hash is 16 hex digits of its sorted JSON's SHA-256."""
+        text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
+        digest = hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
         return self.unique(f"{own_id}.{digest}" if own_id else digest)
 
     def unique(self, wanted: str) -> str:

@@ -52,30 +52,23 @@ class Outcome:
     """The first ids of a row that was dropped because no token is supervised, to show what it looked like."""
 
 
+@dataclass(kw_only=True)
 class RowTokenizer:
     """Makes token rows of what was read. One per process: it remembers the ids of recurring pieces of text."""
 
-    def __init__(
-        self,
-        template: ChatTemplate | None,
-        marks: TextMarks | None,
-        no_template: str,
-        vocab_size: int,
-        seq_length: int,
-        minimum_valid_tokens: int,
-    ) -> None:
-        """
-        Args:
-            template: the verifier's chat template; None if it has none.
-            no_template: the error to raise when a conversation comes and there is no template.
-            marks: how to find replies in rendered text; None in chat mode.
-            vocab_size: rows of the verifier's embedding; an id beyond them rejects a row.
-            seq_length: longer rows are cut.
-            minimum_valid_tokens: rows with fewer supervised tokens are dropped.
-        """
-        self.template, self.marks, self.no_template = template, marks, no_template
-        self.vocab_size, self.seq_length, self.minimum_valid_tokens = vocab_size, seq_length, minimum_valid_tokens
-        self._pieces: dict[str, list[int]] = {}
+    template: ChatTemplate | None
+    """The verifier's; None if it has none."""
+    no_template: str
+    """The error to raise when a conversation comes and there is no template."""
+    marks: TextMarks | None
+    """How to find replies in rendered text; None in chat mode."""
+    vocab_size: int
+    """Rows of the verifier's embedding; an id beyond them rejects a row."""
+    seq_length: int
+    """Longer rows are cut."""
+    minimum_valid_tokens: int
+    """Rows with fewer supervised tokens are dropped."""
+    _pieces: dict[str, list[int]] = field(default_factory=dict, init=False)
 
     def __call__(self, row: Conversation | TextRow | ReadyRow | Rejected) -> Outcome:
         """Tokenize one row; whatever is wrong with it ends up in `Outcome.rejected`.
@@ -282,18 +275,6 @@ def marks_of_template(template: ChatTemplate) -> TextMarks:
     body = rf".*?(?:{ends})|.*" if ends else ".*"
     pattern = re.compile(f"{re.escape(header)}(?:{re.escape(opening)})?({body})", re.DOTALL)
     return TextMarks(template.tokenizer, "markers", pattern, header)
-
-
-def marks_of_pattern(tokenizer: Any, pattern: str) -> TextMarks:
-    """Marks for `--assistant-pattern`.
-
-    Raises:
-        DataError: it is no regular expression.
-    """
-    try:
-        return TextMarks(tokenizer, "pattern", re.compile(pattern, re.DOTALL), pattern)
-    except re.error as error:
-        raise DataError(f"--assistant-pattern: not a regular expression ({error})") from None
 
 
 def text_tokens(marks: TextMarks, text: str) -> tuple[list[int], list[int]]:
