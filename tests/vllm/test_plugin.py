@@ -58,8 +58,8 @@ def test_unsafe_names_are_refused(name: str) -> None:
 
 def test_the_client_makes_safe_names() -> None:
     folder = StatesFolder(Path("/nowhere"), "any store, ../ even")
-    assert SAFE_NAME.match(folder.name(12345))
-    assert folder.name(1) != StatesFolder(Path("/nowhere"), "any store, ../ even").name(1)
+    assert SAFE_NAME.match(folder.new_name())
+    assert folder.new_name() != StatesFolder(Path("/nowhere"), "any store, ../ even").new_name()
 
 
 def test_a_failed_write_leaves_a_note_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

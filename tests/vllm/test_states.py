@@ -296,7 +296,7 @@ def test_H10_no_file_stays_behind_when_rows_fail(server: FakeServer) -> None:
 
 def test_files_of_a_killed_run_of_the_same_store_are_swept_and_no_others(server: FakeServer) -> None:
     first = source(server)
-    ours = first._folder.name(99)
+    ours = first._folder.new_name()
     server.write_states(ours, [1, 2])
     server.write_states("someone-else", [1, 2])
     source(server).close()

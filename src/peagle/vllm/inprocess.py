@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import os
 import sys
@@ -17,7 +15,7 @@ from peagle.errors import ConfigError, VerifierError, one_line
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
 from peagle.vllm.launch import PLUGIN_FOLDER, detour_arguments, extraction_arguments, find_engine, plugin_environment
-from peagle.vllm.states import GREEDY, StatesFolder, connector_answer, own_choices, row_states, to_be_checked
+from peagle.vllm.states import GREEDY, StatesFolder, connector_answer, row_states, to_be_checked
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +54,6 @@ class InProcessSource:
         self._layers = (*aux_layer_ids, verifier.num_layers)
         self._check_all = check_all_positions
         self._folder = StatesFolder(folder, store)
-        self._numbers = itertools.count()
         self._closed = False
         self._engine = _start_engine(verifier, self._layers, dtype, self._folder.path, vllm_arguments)
         self.max_tokens = int(self._engine.model_config.max_model_len) - 1
@@ -70,7 +67,7 @@ class InProcessSource:
         number = 0
         while True:
             while len(under_way) < _UNDER_WAY and (row := next(source, None)) is not None:
-                name = self._folder.name(next(self._numbers))
+                name = self._folder.new_name()
                 try:
                     self._ask(name, row, to_be_checked(row, number, self._check_all))
                 except ValueError as error:  # vLLM's own check of a prompt
@@ -110,8 +107,8 @@ class InProcessSource:
         served = self._folder.read(output.request_id, _FILE_WAIT_S)
         order = [connector["layer_ids"].index(i) for i in self._layers]
         ranks = [{token: value.rank for token, value in (of or {}).items()} for of in output.prompt_logprobs or []]
-        generated = output.outputs[0].token_ids if output.outputs else None
-        return row_states(row, served, order, own_choices(ranks, generated, len(row.input_ids)))
+        generated = output.outputs[0].token_ids if output.outputs else ()
+        return row_states(row, served, order, ranks, generated)
 
 
 def _start_engine(
@@ -131,8 +128,7 @@ def _start_engine(
     arguments = ["--model", verifier.name_or_path, "--dtype", dtype, *detour, *vllm_arguments]
     if verifier.trust_remote_code:
         arguments.append("--trust-remote-code")
-    for key, value in extraction_arguments(layers, folder, 2, 1 << 30).items():
-        arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
+    arguments += extraction_arguments(layers, folder, num_threads=2, max_bytes=1 << 30)
     try:
         parsed, unknown = parser.parse_known_args(arguments)
     except (SystemExit, Exception) as error:  # argparse's own errors, whichever kind this version raises

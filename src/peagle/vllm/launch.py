@@ -48,31 +48,27 @@ _OURS = ("--speculative-config", "--kv-transfer-config", "--spec-method", "--spe
 # -------------------- the server
 
 
-def extraction_arguments(layer_ids: Sequence[int], folder: Path, num_threads: int, max_bytes: int) -> dict[str, Any]:
-    """vLLM's `speculative_config` and `kv_transfer_config` for hidden states, for a server or for `LLM`.
+def extraction_arguments(layer_ids: Sequence[int], folder: Path, num_threads: int, max_bytes: int) -> list[str]:
+    """vLLM's flags for hidden states, for a server or an engine in this process.
 
     Args:
         layer_ids: ascending; the number of layers stands for the state before the final norm.
         folder: where files appear.
         num_threads, max_bytes: see `LaunchConfig`.
     """
-    return {
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
-        },
-        "kv_transfer_config": {
-            "kv_connector": "PeagleHiddenStates",
-            "kv_connector_module_path": "peagle_vllm_connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {
-                "folder": str(folder),
-                "num_writer_threads": num_threads,
-                "max_queued_bytes": max_bytes,
-            },
-        },
+    speculation = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
     }
+    extra = {"folder": str(folder), "num_writer_threads": num_threads, "max_queued_bytes": max_bytes}
+    transfer = {
+        "kv_connector": "PeagleHiddenStates",
+        "kv_connector_module_path": "peagle_vllm_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
+    return ["--speculative-config", json.dumps(speculation), "--kv-transfer-config", json.dumps(transfer)]
 
 
 def plugin_environment() -> dict[str, str]:
@@ -101,15 +97,9 @@ def launch_command(config: LaunchConfig, verifier: VerifierConfig, engine: Insta
     if int(option(extra, "--pipeline-parallel-size", "-pp") or 1) > 1:
         raise ConfigError("--pipeline-parallel-size: hidden states need it to be 1; use tensor or data parallelism")
     folder = (config.hidden_states_path / IN_FLIGHT).absolute()
-    settings = extraction_arguments(
-        served_layer_ids(verifier, config.target_layer_ids),
-        folder,
-        config.num_writer_threads,
-        config.max_queued_bytes,
-    )
+    layer_ids = served_layer_ids(verifier, config.target_layer_ids)
     arguments = [engine.python, "-m", "vllm.entrypoints.cli.main", "serve", config.model]
-    for key, value in settings.items():
-        arguments += [f"--{key.replace('_', '-')}", json.dumps(value)]
+    arguments += extraction_arguments(layer_ids, folder, config.num_writer_threads, config.max_queued_bytes)
     if option(extra, "--hf-overrides") is None and option(extra, "--model-impl") is None:
         arguments += detour_arguments(engine, verifier.architectures)
     return ServerCommand((*arguments, *address_arguments(extra), *extra), plugin_environment())

@@ -85,12 +85,10 @@ class EndpointSource:
         self._wanted_layers = (*aux_layer_ids, verifier.num_layers)
         self._check_all = check_all_positions
         self._folder = StatesFolder(hidden_states_path, store)
-        self._numbers = itertools.count()
-        endpoints = [Endpoint(url, servers) for url in servers.endpoint]
-        self._pool = EndpointPool(endpoints, servers)
+        self._pool = EndpointPool([Endpoint(url, servers) for url in servers.endpoint], servers)
         self._refused_in_a_row = self._mismatched_in_a_row = 0
         try:
-            limits = [self._connect(endpoint) for endpoint in endpoints]
+            limits = [self._connect(endpoint) for endpoint in self._pool.endpoints]
         except BaseException:
             self.close()
             raise
@@ -131,7 +129,7 @@ class EndpointSource:
     def _connect(self, endpoint: Endpoint) -> int:
         """Check one server by a tiny request; returns the longest row that it takes."""
         served = endpoint.model()
-        name = self._folder.name(next(self._numbers))
+        name = self._folder.new_name()
         probe = EndpointPool([endpoint], self._servers)
         answer = probe.post("/v1/completions", states_request(_PROBE_IDS, name, False))
         connector = connector_answer(answer.body.get("kv_transfer_params"), answer.url)
@@ -175,7 +173,7 @@ class EndpointSource:
         for attempt in range(self._servers.max_retries + 1):
             if trouble is not None:
                 logger.debug("row %s, try %d failed: %s", row.row_id, attempt, trouble)
-            name = self._folder.name(next(self._numbers))
+            name = self._folder.new_name()
             # 1. the request
             try:
                 answer = self._pool.post("/v1/completions", states_request(row.input_ids, name, is_checked))
@@ -195,8 +193,8 @@ class EndpointSource:
             # 3. both together
             choice = answer.body["choices"][0]
             ranks = [{i: v.get("rank") for i, v in (of or {}).items()} for of in choice.get("prompt_logprobs") or []]
-            choices = own_choices(ranks, choice.get("token_ids"), len(row.input_ids))
-            result = row_states(row, served, self._layer_order(connector, answer.url), choices)
+            order = self._layer_order(connector, answer.url)
+            result = row_states(row, served, order, ranks, choice.get("token_ids") or ())
             if isinstance(result, RowStates) or result.reason != _OTHER_COUNT:
                 return result
             trouble = result
@@ -222,10 +220,10 @@ class EndpointSource:
             return
         self._refused_in_a_row += 1
         self._mismatched_in_a_row += result.reason != "refused by the server"
-        if self._mismatched_in_a_row >= MISMATCHES_THAT_STOP:
-            raise EndpointError(f"row {result.row_id}: {result.detail}; {MISMATCHES_THAT_STOP} rows in a row, stopped")
-        if self._refused_in_a_row >= REFUSALS_THAT_STOP:
-            raise EndpointError(f"row {result.row_id}: {result.detail}; {REFUSALS_THAT_STOP} rows in a row, stopped")
+        if self._mismatched_in_a_row >= MISMATCHES_THAT_STOP or self._refused_in_a_row >= REFUSALS_THAT_STOP:
+            raise EndpointError(
+                f"row {result.row_id}: {result.detail}; {self._refused_in_a_row} rows in a row, stopped"
+            )
 
 
 class WriteFailedError(EndpointError):
@@ -257,11 +255,11 @@ class StatesFolder:
     def __init__(self, hidden_states_path: Path, store: str) -> None:
         self.path = hidden_states_path / IN_FLIGHT
         self._store = "pe-" + hashlib.sha256(store.encode()).hexdigest()[:12]
-        self._run = os.urandom(4).hex()
+        self._run, self._numbers = os.urandom(4).hex(), itertools.count()
 
-    def name(self, number: int) -> str:
-        """Name for the `number`-th request of this run; never given twice."""
-        return f"{self._store}-{self._run}-{number}"
+    def new_name(self) -> str:
+        """Name for the next request of this run; from any thread."""
+        return f"{self._store}-{self._run}-{next(self._numbers)}"
 
     def read(self, name: str, timeout_s: float) -> ServedStates:
         """Wait for a file, read it and delete it, whatever comes of it.
@@ -331,14 +329,9 @@ def to_be_checked(row: TokenRow, number: int, check_all: bool) -> bool:
 
 def states_request(ids: list[int], name: str, is_checked: bool) -> dict[str, Any]:
     """A completion of one token whose prompt's states are stored under `name`."""
-    payload = {
-        "prompt": ids,
-        "max_tokens": 1,
-        **GREEDY,
-        "return_token_ids": True,
-        "kv_transfer_params": {"hidden_states_name": name},
-    }
-    return {**payload, "prompt_logprobs": 1} if is_checked else payload
+    checked = {"prompt_logprobs": 1} if is_checked else {}
+    transfer = {"kv_transfer_params": {"hidden_states_name": name}}
+    return {"prompt": ids, "max_tokens": 1, **GREEDY, "return_token_ids": True, **transfer, **checked}
 
 
 def connector_answer(answer: Any, where: str) -> dict[str, Any]:
@@ -358,15 +351,16 @@ def connector_answer(answer: Any, where: str) -> dict[str, Any]:
 
 
 def row_states(
-    row: TokenRow, served: ServedStates, order: list[int], choices: tuple[list[int], list[int]]
+    row: TokenRow, served: ServedStates, order: list[int], ranks: Sequence[Mapping[Any, Any]], generated: Sequence[int]
 ) -> RowStates | RowRefused:
-    """A row's states, if what was served is this row's.
+    """A row's states, and the verifier's own choices as far as they are known, if what was served is this row's.
 
     Args:
         row: what was sent.
         served: what came back.
         order: places of the auxiliary layers, ascending layer id, then of the last layer.
-        choices: see `own_choices`.
+        ranks: token -> rank for each position of the prompt, of the token there; empty where it was not asked for.
+        generated: the completion's tokens.
     """
     sent, read, states = row.input_ids, served.token_ids, served.hidden_states
     if read != sent:
@@ -378,38 +372,19 @@ def row_states(
         return RowRefused(row.row_id, "the server read other ids", detail)
     if states.shape[0] != len(sent):
         return RowRefused(row.row_id, _OTHER_COUNT, f"{states.shape[0]} states for {len(sent)} ids")
+    # The rank of a position's token was judged one place before it.
+    choices = {index - 1: int(i) for index, of in enumerate(ranks) for i, rank in of.items() if rank == 1}
+    if generated:
+        choices[len(sent) - 1] = int(generated[0])
     aux_places, first = order[:-1], order[0]
     is_run = aux_places == list(range(first, first + len(aux_places)))
     aux = states[:, first : first + len(aux_places)] if is_run else states[:, aux_places]
-    # One copy each, into memory of their own: what was served may be mapped from a file.
-    aux_states = aux.clone(memory_format=torch.contiguous_format).flatten(1)
     return RowStates(
         row_id=row.row_id,
         input_ids=read,
-        aux_states=aux_states,
+        # One copy each, into memory of their own: what was served may be mapped from a file.
+        aux_states=aux.clone(memory_format=torch.contiguous_format).flatten(1),
         last_states=states[:, order[-1]].clone(),
-        choice_pos=choices[0],
-        choice_ids=choices[1],
+        choice_pos=list(choices),
+        choice_ids=list(choices.values()),
     )
-
-
-def own_choices(
-    ranks: Sequence[Mapping[Any, int | None]], generated: Sequence[int] | None, num_tokens: int
-) -> tuple[list[int], list[int]]:
-    """Positions, and the verifier's own next tokens there, as far as a completion says.
-
-    Args:
-        ranks: token -> rank for each position of the prompt, of the token there; empty where it was not asked for.
-        generated: the completion's tokens.
-        num_tokens: of the prompt.
-    """
-    positions, ids = [], []
-    for index, of_token in enumerate(ranks):
-        top = [int(token) for token, rank in of_token.items() if rank == 1]
-        if top:
-            positions.append(index - 1)
-            ids.append(top[0])
-    if generated:
-        positions.append(num_tokens - 1)
-        ids.append(int(generated[0]))
-    return positions, ids
