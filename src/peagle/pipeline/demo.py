@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +77,8 @@ def fastest_threads() -> int:
     seconds = {}
     for count in {1, most}:
         torch.set_num_threads(count)
-        rounds = []
-        for _ in range(5):
-            began_s = time.perf_counter()
-            for _ in range(60):
-                torch.relu(rows @ weight) @ weight.t()
-            rounds.append(time.perf_counter() - began_s)
-        seconds[count] = sorted(rounds)[2]
+        step = timeit.Timer(lambda: torch.relu(rows @ weight) @ weight.t())
+        seconds[count] = statistics.median(step.repeat(5, 60))
     torch.set_num_threads(most)
     return min(seconds, key=seconds.__getitem__)
 

@@ -22,17 +22,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from peagle.data.config import PrepareConfig
+from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter.model_config import ROPE_TYPES
 from peagle.errors import PeagleError
 from peagle.files import free_bytes
 from peagle.hidden_states.config import ExtractConfig
 from peagle.pipeline.config import DoctorConfig
-from peagle.pipeline.plan import RowSizes, drafter_parameters, store_bytes, training_bytes, verifier_sizes
+from peagle.pipeline.plan import (
+    RowSizes,
+    drafter_parameters,
+    num_aux_layers,
+    store_bytes,
+    training_bytes,
+    verifier_sizes,
+)
+from peagle.pipeline.recipe import Recipe, stages
 from peagle.train.config import TrainConfig
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
-from peagle.verifier.special_tokens import eos_ids, load_tokenizer, resolve_mask_token
-from peagle.vllm.support import MIN_VERSION, InstalledVllm, detour_arguments, engine_here, hands_out_states
+from peagle.verifier.special_tokens import eos_ids, resolve_mask_token
+from peagle.vllm.launch import MIN_VERSION, InstalledVllm, detour_arguments, engine_here, hands_out_states
 
 State = Literal["ok", "warn", "fail"]
 _MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]FAIL[/]"}
@@ -91,7 +99,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     try:
         verifier = load_verifier_config(config.model, config.trust_remote_code)
     except PeagleError as error:
-        yield _failure("verifier", error)
+        yield Finding("verifier", "fail", " ".join(str(error).split()))
         return
     findings = {finding.what: finding for finding in model(config, verifier)}
     yield from findings.values()
@@ -99,8 +107,17 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
         yield from dry_run(config, verifier, findings["layer ids"].state == "ok")
 
 
-def _failure(what: str, error: PeagleError) -> Finding:
-    return Finding(what, "fail", " ".join(str(error).split()))
+def _tried(what: str, examine_it: Callable[[], tuple[State, str]]) -> Finding:
+    """What an examination finds, its own messages kept to errors: the findings say it all."""
+    logger = logging.getLogger("peagle")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return Finding(what, *examine_it())
+    except PeagleError as error:
+        return Finding(what, "fail", " ".join(str(error).split()))
+    finally:
+        logger.setLevel(level)
 
 
 def environment(output: Path) -> Iterator[Finding]:
@@ -110,8 +127,10 @@ def environment(output: Path) -> Iterator[Finding]:
     for name, least in _NEEDED.items():
         yield _package(name, least)
     yield _vllm()
-    yield _device()
-    yield _memory()
+    yield Finding("device", "ok", _device())
+    free = available_memory()
+    text = "unknown" if free is None else f"{free / 1e9:.1f} GB available"
+    yield Finding("memory", "warn" if free is not None and free < _LITTLE_MEMORY else "ok", text)
     free = free_bytes(output)
     yield Finding("disk", "warn" if free < _LITTLE_DISK else "ok", f"{free / 1e9:.1f} GB free at {output}/")
 
@@ -122,9 +141,7 @@ def _package(name: str, least: tuple[int, int]) -> Finding:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Finding(name, "fail", f"not installed; `pip install '{name}>={wanted}'`")
-    parts = version.split(".")
-    release = (int(parts[0]), int(parts[1]))
-    if release < least:
+    if tuple(map(int, version.split(".")[:2])) < least:
         return Finding(name, "fail", f"{version} is older than {wanted}; `pip install -U {name}`")
     return Finding(name, "ok", version)
 
@@ -139,7 +156,7 @@ def _vllm() -> Finding:
     return Finding("vllm", "ok", engine.version)
 
 
-def _device() -> Finding:
+def _device() -> str:
     import torch
 
     from peagle import kernels
@@ -149,7 +166,7 @@ def _device() -> Finding:
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
             names.append(f"{torch.cuda.get_device_name(index)} ({free / 1e9:.0f} of {total / 1e9:.0f} GB free)")
-        return Finding("device", "ok", ", ".join(names))
+        return ", ".join(names)
     threads = torch.get_num_threads()
     about = "1 thread" if threads == 1 else f"{threads} threads"
     problem = kernels.native_attention_problem(torch.device("cpu"), torch.float32, 64)
@@ -158,14 +175,7 @@ def _device() -> Finding:
     else:
         alone = " on one thread (no OpenMP in this PyTorch)" if kernels.num_native_threads() < threads else ""
         about += f", native attention{alone}"
-    return Finding("device", "ok", f"CPU, {about}; fine for small verifiers, an 8B one wants a GPU")
-
-
-def _memory() -> Finding:
-    free = available_memory()
-    if free is None:
-        return Finding("memory", "ok", "unknown")
-    return Finding("memory", "warn" if free < _LITTLE_MEMORY else "ok", f"{free / 1e9:.1f} GB available")
+    return f"CPU, {about}; fine for small verifiers, an 8B one wants a GPU"
 
 
 def available_memory() -> float | None:
@@ -189,126 +199,119 @@ def available_memory() -> float | None:
 
 def model(config: DoctorConfig, verifier: VerifierConfig) -> Iterator[Finding]:
     """What a verifier's configuration and tokenizer say, before a weight is read."""
+    # 1. The configuration.
     names = ", ".join(verifier.architectures)
     part = " (its text model is used)" if verifier.has_text_config else ""
     shape = f"{verifier.num_layers} layers, hidden {verifier.hidden_size}, vocabulary {verifier.vocab_size:,}"
     yield Finding("verifier", "ok", f"{names}{part}: {shape}, {verifier.dtype}")
-    yield _quantization(verifier)
-    yield _rope(verifier)
-    try:
-        ids = resolve_aux_layer_ids(verifier.num_layers, config.target_layer_ids)
-        yield Finding("layer ids", "ok", f"{', '.join(map(str, ids))} of {verifier.num_layers}")
-    except PeagleError as error:
-        yield _failure("layer ids", error)
-    try:
-        tokenizer = load_tokenizer(verifier.name_or_path, config.trust_remote_code)
-    except PeagleError as error:
-        yield _failure("tokenizer", error)
+    text = f"not quantised; head {'tied to' if verifier.tied else 'apart from'} the embedding"
+    if verifier.quantization is not None:
+        how = "states come from this very model, norm and head are read dequantised"
+        text = f"quantised ({verifier.quantization}): {how}"
+    yield Finding("weights", "ok", text)
+    kind, base = (verifier.rope_parameters.get(f"rope_{key}") for key in ("type", "theta"))
+    if kind in ROPE_TYPES:
+        yield Finding("rotary", "ok", f"{kind}, base {base:g}" if base else str(kind))
     else:
-        finding = _tokenizer(verifier, tokenizer)
-        yield finding
-        if finding.state == "ok":
-            yield _mask_token(config, verifier, tokenizer)
+        text = f"rope_type {kind!r} cannot be trained with; known ones are {', '.join(ROPE_TYPES)}"
+        yield Finding("rotary", "fail", text)
+
+    def layer_ids() -> tuple[State, str]:
+        ids = resolve_aux_layer_ids(verifier.num_layers, config.target_layer_ids)
+        return "ok", f"{', '.join(map(str, ids))} of {verifier.num_layers}"
+
+    yield _tried("layer ids", layer_ids)
+
+    # 2. The tokenizer.
+    def mask_token() -> tuple[State, str]:
+        tokenizer = load_tokenizer(verifier.name_or_path, config.trust_remote_code)
+        mask = resolve_mask_token(tokenizer, verifier.vocab_size, config.mask_token_id, ())
+        return ("warn", mask.warning) if mask.warning else ("ok", f"{mask.id} ({mask.how})")
+
+    finding = _tried("tokenizer", lambda: _tokenizer(config, verifier))
+    yield finding
+    if finding.state == "ok":
+        yield _tried("mask token", mask_token)
+    # 3. The engine.
     yield serving(verifier, engine_here())
 
 
-def _quantization(verifier: VerifierConfig) -> Finding:
-    if verifier.quantization is None:
-        return Finding(
-            "weights", "ok", f"not quantised; head {'tied to' if verifier.tied else 'apart from'} the embedding"
-        )
-    text = f"quantised ({verifier.quantization}): states come from this very model, norm and head are read dequantised"
-    return Finding("weights", "ok", text)
-
-
-def _rope(verifier: VerifierConfig) -> Finding:
-    kind = verifier.rope_parameters.get("rope_type")
-    base = verifier.rope_parameters.get("rope_theta")
-    if kind in ROPE_TYPES:
-        return Finding("rotary", "ok", f"{kind}, base {base:g}" if base else str(kind))
-    return Finding(
-        "rotary", "fail", f"rope_type {kind!r} cannot be trained with; known ones are {', '.join(ROPE_TYPES)}"
-    )
-
-
-def _tokenizer(verifier: VerifierConfig, tokenizer: Any) -> Finding:
+def _tokenizer(config: DoctorConfig, verifier: VerifierConfig) -> tuple[State, str]:
+    tokenizer = load_tokenizer(verifier.name_or_path, config.trust_remote_code)
     if len(tokenizer) > verifier.vocab_size:
-        return Finding(
-            "tokenizer",
-            "fail",
-            f"{len(tokenizer):,} tokens, but the model's embedding has {verifier.vocab_size:,} rows: ids beyond it "
-            "would crash the verifier; use the tokenizer that belongs to it",
-        )
+        text = f"{len(tokenizer):,} tokens, but the model's embedding has {verifier.vocab_size:,} rows"
+        return "fail", f"{text}: ids beyond it would crash the verifier; use the tokenizer that belongs to it"
     if not getattr(tokenizer, "chat_template", None):
-        return Finding("tokenizer", "fail", "no chat template: conversations cannot be rendered; give --chat-template")
+        return "fail", "no chat template: conversations cannot be rendered; give --chat-template"
     ends = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids(verifier, tokenizer))
     if not ends:
-        return Finding("tokenizer", "fail", "no end-of-sequence token in the model's configuration or its tokenizer")
+        return "fail", "no end-of-sequence token in the model's configuration or its tokenizer"
     spare = verifier.vocab_size - len(tokenizer)
-    return Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, {spare:,} unused rows, answers end with {ends}")
-
-
-def _mask_token(config: DoctorConfig, verifier: VerifierConfig, tokenizer: Any) -> Finding:
-    try:
-        mask = resolve_mask_token(tokenizer, verifier.vocab_size, config.mask_token_id, ())
-    except PeagleError as error:
-        return _failure("mask token", error)
-    if mask.warning:
-        return Finding("mask token", "warn", mask.warning)
-    return Finding("mask token", "ok", f"{mask.id} ({mask.how})")
+    return "ok", f"{len(tokenizer):,} tokens, {spare:,} unused rows, answers end with {ends}"
 
 
 def serving(verifier: VerifierConfig, engine: InstalledVllm | None) -> Finding:
     """What the installed vLLM lacks for this family of verifiers."""
     if engine is None:
         return Finding("serving", "warn", "vLLM is not installed here, so it is not known whether it takes this family")
-    unknown = [name for name in verifier.architectures if hands_out_states(engine, name) is None]
-    try:
-        detour = detour_arguments(engine, verifier.architectures)
-    except PeagleError as error:
-        return _failure("serving", error)
-    if detour:
-        how = " ".join(detour)
-        text = f"vLLM {engine.version} has no EAGLE-3 support of its own for this family; it is served with {how}"
-        return Finding("serving", "warn", text)
-    if unknown:
-        text = f"vLLM {engine.version} does not list {', '.join(unknown)}; it will try its Transformers backend"
-        return Finding("serving", "warn", text)
-    return Finding("serving", "ok", f"vLLM {engine.version} hands out this family's states and serves drafters for it")
+    name = f"vLLM {engine.version}"
+
+    def support() -> tuple[State, str]:
+        unknown = [one for one in verifier.architectures if hands_out_states(engine, one) is None]
+        if detour := detour_arguments(engine, verifier.architectures):
+            how = " ".join(detour)
+            return "warn", f"{name} has no EAGLE-3 support of its own for this family; it is served with {how}"
+        if unknown:
+            return "warn", f"{name} does not list {', '.join(unknown)}; it will try its Transformers backend"
+        return "ok", f"{name} hands out this family's states and serves drafters for it"
+
+    return _tried("serving", support)
 
 
 def dry_run(config: DoctorConfig, verifier: VerifierConfig, has_layer_ids: bool) -> Iterator[Finding]:
     """Prepare, extract, train one step and check, on `config.rows` conversations in a temporary folder."""
+    from peagle.data.prepare import prepare
+
     with tempfile.TemporaryDirectory(prefix="peagle-doctor-") as name:
-        folder = Path(name)
-        # 1. Template and data.
-        data = config.data
+        # 1. A recipe for the few rows.
+        folder, data = Path(name), config.data
         if not data:
             (folder / "probe.jsonl").write_text(json.dumps({"messages": PROBE}) + "\n", encoding="utf-8")
             data = (str(folder / "probe.jsonl"),)
-        failure = _prepare(config, verifier, data, folder / "prepared")
-        if failure is not None:
-            yield failure
+        trust = {"trust_remote_code": config.trust_remote_code}
+        flags = ("num_layers", "target_layer_ids", "mask_token_id", "draft_vocab_size")
+        planned = {key: getattr(config, key) for key in flags if getattr(config, key) is not None}
+        limits = {"total_seq_len": max(config.seq_length, 8), "max_steps": 1, "epochs": 1, "train_data_ratio": 1.0}
+        recipe = Recipe.build(
+            {
+                "name": "doctor",
+                "verifier": verifier.name_or_path,
+                "output": folder,
+                "prepare": {
+                    "data": data,
+                    "seq_length": config.seq_length,
+                    "max_samples": config.rows,
+                    "num_preprocessing_workers": 1,
+                    **trust,
+                },
+                "extract": {
+                    "target_layer_ids": config.target_layer_ids,
+                    "validate_outputs": True,
+                    "batch_size": 4,
+                    **trust,
+                },
+                "train": {**planned, **limits, **trust},
+            }
+        )
+        configs: dict[str, Any] = {stage.name: stage.config for stage in stages(recipe)}
+        # 2. Template and data, and what the training that is planned takes.
+        prepared = _tried("data", lambda: ("ok", str(prepare(configs["prepare"]))))
+        if prepared.state == "fail":
+            yield prepared
             return
-        summary = json.loads((folder / "prepared" / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((configs["prepare"].output / "summary.json").read_text(encoding="utf-8"))
         yield from _data(config, summary)
-        # 2. What the training that is planned takes.
-        planned = {
-            "verifier_name_or_path": verifier.name_or_path,
-            "data_path": folder / "prepared",
-            "hidden_states_path": folder / "states",
-            "save_path": folder / "checkpoints",
-            "num_layers": config.num_layers,
-            "total_seq_len": max(config.seq_length, 8),
-            "max_steps": 1,
-            "epochs": 1,
-            "train_data_ratio": 1.0,
-            "mask_token_id": config.mask_token_id,
-            "draft_vocab_size": config.draft_vocab_size,
-            "trust_remote_code": config.trust_remote_code,
-        }
-        training = TrainConfig.build({key: value for key, value in planned.items() if value is not None})
-        yield from sizes(config, verifier, training, summary)
+        yield from sizes(config, verifier, configs["train"], summary)
         if not has_layer_ids:
             return
         # 3. The weights.
@@ -316,25 +319,7 @@ def dry_run(config: DoctorConfig, verifier: VerifierConfig, has_layer_ids: bool)
         if reason:
             yield Finding("dry run", "warn", reason)
         else:
-            yield from _run(config, verifier, training, folder, summary["rows"])
-
-
-def _prepare(config: DoctorConfig, verifier: VerifierConfig, data: tuple[str, ...], output: Path) -> Finding | None:
-    """Prepare the rows; returns what went wrong."""
-    from peagle.data.prepare import prepare
-
-    settings = PrepareConfig.build(
-        {
-            "model": verifier.name_or_path,
-            "data": data,
-            "output": output,
-            "seq_length": config.seq_length,
-            "max_samples": config.rows,
-            "num_preprocessing_workers": 1,
-            "trust_remote_code": config.trust_remote_code,
-        }
-    )
-    return _attempt("data", lambda: prepare(settings))
+            yield from _run(configs["extract"], configs["train"], summary["rows"])
 
 
 def _data(config: DoctorConfig, summary: dict[str, Any]) -> Iterator[Finding]:
@@ -364,18 +349,17 @@ def sizes(
         text = f"--draft-vocab-size {vocab} exceeds the verifier's {verifier.vocab_size}"
         yield Finding("vocabulary", "fail", text)
         return
-    shape = verifier_sizes(verifier)
-    total = f"{sum(drafter_parameters(shape, training.num_layers, vocab)) / 1e6:,.0f} M parameters"
+    shape, num_aux = verifier_sizes(verifier), num_aux_layers(training)
+    total = f"{sum(drafter_parameters(shape, training.num_layers, vocab, num_aux)) / 1e6:,.0f} M parameters"
     need = training_bytes(shape, training, 1)
     takes = f"training takes about {need / 1e9:.1f} GB for packs of {training.total_seq_len}"
     yield Finding("drafter", "ok", f"{training.num_layers} layers, {total}; {takes}")
     if config.max_samples is None:
         return
     scale = config.max_samples / max(summary["read"], 1)
-    rows = RowSizes(
-        config.max_samples, int(summary["tokens"] * scale), int(summary["supervised_tokens"] * scale), False
-    )
-    disk = store_bytes(rows, verifier.hidden_size, 4 if verifier.dtype == "float32" else 2)
+    num_tokens, num_supervised = int(summary["tokens"] * scale), int(summary["supervised_tokens"] * scale)
+    rows = RowSizes(config.max_samples, num_tokens, num_supervised, False)
+    disk = store_bytes(rows, verifier.hidden_size, 4 if verifier.dtype == "float32" else 2, num_aux)
     free = free_bytes(config.output)
     text = f"{config.max_samples:,} conversations like these: {rows.num_tokens:,} tokens, {disk / 1e9:.1f} GB of states"
     if disk > free:
@@ -399,59 +383,31 @@ def _why_not_run(config: DoctorConfig, verifier: VerifierConfig) -> str | None:
     return None
 
 
-def _run(
-    config: DoctorConfig, verifier: VerifierConfig, training: TrainConfig, folder: Path, num_rows: int
-) -> Iterator[Finding]:
+def _run(extraction: ExtractConfig, training: TrainConfig, num_rows: int) -> Iterator[Finding]:
     """Extract with every check on, train one step, check the saved checkpoint as a serving engine would."""
     from peagle.hidden_states.extract import extract
     from peagle.serve.check import check_checkpoint
     from peagle.serve.config import CheckConfig
     from peagle.train.run import train
 
-    states = ExtractConfig.build(
-        {
-            "preprocessed_data": folder / "prepared",
-            "output": folder / "states",
-            "model": verifier.name_or_path,
-            "target_layer_ids": config.target_layer_ids,
-            "validate_outputs": True,
-            "batch_size": 4,
-            "trust_remote_code": config.trust_remote_code,
-        }
-    )
-    failure = _attempt("states", lambda: extract(states))
-    yield failure or Finding(
-        "states", "ok", f"head(norm(last state)) is the verifier's own choice on all {num_rows} rows"
-    )
-    if failure:
-        return
-    failure = _attempt("training", lambda: train(training))
-    if failure:
-        yield failure
-        return
-    line = (training.save_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
-    yield Finding("training", "ok", f"one step: loss {json.loads(line)['loss']:.2f}, a checkpoint was written")
+    def states() -> tuple[State, str]:
+        extract(extraction)
+        return "ok", f"head(norm(last state)) is the verifier's own choice on all {num_rows} rows"
+
+    def step() -> tuple[State, str]:
+        train(training)
+        line = (training.save_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        return "ok", f"one step: loss {json.loads(line)['loss']:.2f}, a checkpoint was written"
+
+    for what, stage in (("states", states), ("training", step)):
+        finding = _tried(what, stage)
+        yield finding
+        if finding.state == "fail":
+            return
     # the installed vLLM has been examined already
     checkpoint = training.save_path / "checkpoint_last"
     findings = check_checkpoint(CheckConfig.build({"checkpoint": str(checkpoint)}), None)
-    errors = [str(finding) for finding in findings.of("error")]
-    if errors:
-        yield Finding("checkpoint", "fail", "; ".join(errors))
-        return
-    yield Finding("checkpoint", "ok", "a serving engine would load it")
-    for finding in findings.of("warning"):
-        yield Finding("checkpoint", "warn", str(finding))
-
-
-def _attempt(what: str, stage: Callable[[], object]) -> Finding | None:
-    """Run a stage with its own messages kept to errors, since the findings say it all; returns its failure."""
-    logger = logging.getLogger("peagle")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        stage()
-    except PeagleError as error:
-        return _failure(what, error)
-    finally:
-        logger.setLevel(level)
-    return None
+    errors = "; ".join(map(str, findings.of("error")))
+    yield Finding("checkpoint", "fail" if errors else "ok", errors or "a serving engine would load it")
+    if not errors:
+        yield from (Finding("checkpoint", "warn", str(warning)) for warning in findings.of("warning"))

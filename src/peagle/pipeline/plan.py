@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -349,12 +349,7 @@ def measured_rate() -> float:
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     size = 4096 if on_gpu else 768
     a = torch.randn(size, size, device=device, dtype=dtype)
-    best = 0.0
-    for _ in range(5):
-        began_s = time.perf_counter()
-        (a @ a).sum().item()
-        best = max(best, size**3 / (time.perf_counter() - began_s))
-    return best
+    return size**3 / min(timeit.repeat(lambda: (a @ a).sum().item(), repeat=5, number=1))
 
 
 def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], RowSizes | None]:
@@ -366,7 +361,10 @@ def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], Ro
 
 def table(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows: RowSizes | None, width: int) -> Table:
     """The plan for a terminal of so many columns; what each stage makes is left out where it would be cut up."""
-    shown = Table(title=f"{recipe.name}: {recipe.description or recipe.verifier}", title_justify="left")
+    title = f"{recipe.name}: {recipe.description or recipe.verifier}"
+    shown = Table(
+        title=title, caption=caption(recipe, steps, costs, rows), title_justify="left", caption_justify="left"
+    )
     is_wide = width >= _WIDE
     for name in ("stage", "plan"):
         shown.add_column(name, no_wrap=True)
@@ -381,8 +379,6 @@ def table(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows
         place = made.relative_to(recipe.output) if made.is_relative_to(recipe.output) else made
         makes = (str(place),) if is_wide else ()
         shown.add_row(step.stage.name, step.action, step.why, *makes, *figures, style="dim" if is_idle else "")
-    shown.caption = caption(recipe, steps, costs, rows)
-    shown.caption_justify = "left"
     return shown
 
 

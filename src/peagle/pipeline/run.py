@@ -37,9 +37,8 @@ def run(config: RunConfig) -> int:
         for path in sorted(RECIPES.glob("*.yaml")):
             print(f"{path.stem:<22} {read(path, None, ()).description}")
         if not config.list_recipes:
-            raise ConfigError(
-                "name a recipe file, or one of the shipped recipes above: `peagle run qwen3-8b --dry-run`"
-            )
+            advice = "name a recipe file, or one of the shipped recipes above"
+            raise ConfigError(f"{advice}: `peagle run qwen3-8b --dry-run`")
         return 0
     recipe = read(find(config.recipe), config.output, config.changes)
     if config.dry_run:
@@ -62,10 +61,7 @@ def run(config: RunConfig) -> int:
 def run_recipe(recipe: Recipe, until: str | None, num_threads: Mapping[str, int]) -> int:
     """Run what is to be done of a recipe, each stage as its own process, so that its memory is free when it ends.
 
-    Args:
-        recipe: the recipe.
-        until: the last stage to run, or None.
-        num_threads: of a stage's process on a CPU; the environment decides about stages that are not named.
+    `num_threads` is of a stage's process on a CPU; the environment decides about stages that are not named.
 
     Returns:
         0, or the exit status of the stage that failed; the shell's number for a signal.
@@ -109,12 +105,8 @@ def run_recipe(recipe: Recipe, until: str | None, num_threads: Mapping[str, int]
             status = run_process(command, lock, threads)
             if status:
                 return _stopped(stage.name, status)
-            state[stage.name] = {
-                "key": step.key,
-                "status": "done",
-                "made": prints.of(stage.output),
-                "seconds": round(time.monotonic() - stage_began_s, 1),
-            }
+            seconds = round(time.monotonic() - stage_began_s, 1)
+            state[stage.name] |= {"status": "done", "made": prints.of(stage.output), "seconds": seconds}
             write_json(recipe.output / plans.STATE, state)
             prints.save()
             num_run += 1
