@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -22,10 +23,11 @@ def test_two_trainings_into_one_folder_at_once_are_refused(tmp_path):
     code += f"lock = lock_file(Path({str(tmp_path / 'save' / '.lock')!r}), ''); print('held', flush=True); input()"
     holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n"
-    with pytest.raises(PeagleError, match="another process is training into"):
-        _prepare_save_path(config(tmp_path))
-    holder.communicate(b"\n")
-    _prepare_save_path(config(tmp_path)).close()
+    with contextlib.ExitStack() as held:
+        with pytest.raises(PeagleError, match="another process is training into"):
+            _prepare_save_path(config(tmp_path), held)
+        holder.communicate(b"\n")
+        _prepare_save_path(config(tmp_path), held)
 
 
 def test_sharding_over_one_process_is_refused(tmp_path):

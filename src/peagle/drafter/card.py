@@ -36,11 +36,7 @@ _ONLY_PEAGLE = ("num_depths", "depth_loss_decay", "down_sample_ratio", "down_sam
 
 
 def write_card(
-    folder: Path,
-    config: DrafterConfig,
-    run: Mapping[str, Any],
-    measured: str | None,
-    license_name: str | None,
+    folder: Path, config: DrafterConfig, run: Mapping[str, Any], measured: str | None, license_name: str | None
 ) -> None:
     """Write README.md into a checkpoint folder; see `card`."""
     with whole_file(folder / CARD) as temporary:
@@ -92,22 +88,33 @@ def card(config: DrafterConfig, run: Mapping[str, Any], measured: str | None, li
     """
     kind = KINDS[config.speculators_model_type]
     verifier = public_name(config.verifier)
-    parts = [_metadata(config, license_name), f"# {kind} drafter for {verifier}", ""]
-    parts += [
-        _about(config, verifier, kind),
+    layers = ", ".join(map(str, config.aux_layer_ids))
+    how = "all in one pass of its own" if kind == "P-EAGLE" else "one by one"
+    pruned = f"Its draft vocabulary has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens. "
+    parts = [
+        _metadata(config, license_name),
+        f"# {kind} drafter for {verifier}",
+        "",
+        f"A drafter for speculative decoding with `{verifier}`: {config.num_layers} {config.layer_type} layers of "
+        f"width {config.hidden_size} that read the verifier's layers {layers}. It drafts "
+        f"{config.num_speculative_tokens} tokens per verifier pass, {how}. {pruned if config.is_pruned else ''}"
+        "The text stays the verifier's own: every draft is verified.",
         "",
         "## Serve it",
         "",
         "```bash",
-        f"vllm serve {_placeholder(config)}",
+        f"vllm serve OWNER/{verifier.replace(':', '-').split('/')[-1]}-{kind}",
         "```",
         "",
         "The folder (or hub id) of this drafter is all that vLLM (0.28 or newer) needs: it names its verifier. "
         "`peagle serve` checks it first and sets what vLLM needs.",
         "",
+        "## Acceptance",
+        "",
+        measured or NOT_MEASURED,
+        "",
+        *_training(run),
     ]
-    parts += ["## Acceptance", "", measured or NOT_MEASURED, ""]
-    parts += _training(run)
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -121,28 +128,6 @@ def public_name(verifier: str) -> str:
 def is_hub_id(name: str) -> bool:
     """Whether a name looks like `owner/model` and is no folder here."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
-
-
-def _about(config: DrafterConfig, verifier: str, kind: str) -> str:
-    """What it is, in one paragraph."""
-    layers = ", ".join(map(str, config.aux_layer_ids))
-    how = "all in one pass of its own" if kind == "P-EAGLE" else "one by one"
-    pruned = f"Its draft vocabulary has {config.draft_vocab_size:,} of {config.vocab_size:,} tokens. "
-    return (
-        f"A drafter for speculative decoding with `{verifier}`: {config.num_layers} {config.layer_type} layers of "
-        f"width {config.hidden_size} that read the verifier's layers {layers}. It drafts "
-        f"{config.num_speculative_tokens} tokens per verifier pass, {how}. {pruned if config.is_pruned else ''}"
-        "The text stays the verifier's own: every draft is verified."
-    )
-
-
-def _placeholder(config: DrafterConfig) -> str:
-    return (
-        "OWNER/"
-        + public_name(config.verifier).replace(":", "-").split("/")[-1]
-        + "-"
-        + KINDS[config.speculators_model_type]
-    )
 
 
 def _metadata(config: DrafterConfig, license_name: str | None) -> str:
@@ -165,14 +150,6 @@ def _training(run: Mapping[str, Any]) -> list[str]:
     rows += [(name, versions[name]) for name in ("peagle", "commit", "torch", "transformers") if name in versions]
     if not rows:
         return []
+    heading = "Trained with `peagle` on answers of the verifier; what was set and what ran:"
     lines = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in rows]
-    return [
-        "## Training",
-        "",
-        "Trained with `peagle` on answers of the verifier; what was set and what ran:",
-        "",
-        "| | |",
-        "|---|---|",
-        *lines,
-        "",
-    ]
+    return ["## Training", "", heading, "", "| | |", "|---|---|", *lines, ""]

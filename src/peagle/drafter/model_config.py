@@ -17,6 +17,11 @@ LAYER_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 # trainer that packs documents cannot imitate.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 NUM_AUX_LAYERS_OF_VLLM = 3
+# Fields under one name in a verifier's config, in ours, and in `transformer_layer_config`.
+_SHARED = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"),
+    *("max_position_embeddings", "vocab_size"),
+)
 MAX_LAYERS = 256
 """More than any drafter has: a damaged config.json is refused before a network of its size is made."""
 
@@ -31,23 +36,17 @@ class DrafterConfig(StageConfig):
     hidden_size: int = Field(ge=1)
     """Equal to the verifier's."""
     intermediate_size: int = Field(ge=1)
-    """Width of the MLP."""
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
-    """Decoder layers of the drafter."""
     num_attention_heads: int = Field(ge=1)
-    """Query heads."""
     num_key_value_heads: int = Field(ge=1)
-    """Key and value heads."""
     head_dim: int = Field(ge=2)
     """Width of a head; not derived from hidden_size."""
     rms_norm_eps: float = Field(gt=0)
-    """Epsilon of every norm."""
     rope_parameters: dict[str, Any]
     """`rope_type`, `rope_theta` and what the type needs, in Transformers' layout."""
     max_position_embeddings: int = Field(ge=1)
     """Longest context the rotary table is made for."""
     attention_bias: bool
-    """Biases of the attention projections."""
     vocab_size: int = Field(ge=1)
     """Rows of the embedding: the verifier's vocabulary, padding rows included."""
     draft_vocab_size: int = Field(ge=1)
@@ -189,18 +188,13 @@ class DrafterConfig(StageConfig):
             verifier = config["speculators_config"]["verifier"]
             values = {
                 "speculators_model_type": kind,
+                **{name: layers[name] for name in _SHARED},
                 "layer_type": layers["model_type"],
-                "hidden_size": layers["hidden_size"],
                 "intermediate_size": layers["intermediate_size"],
                 "num_layers": layers["num_hidden_layers"],
-                "num_attention_heads": layers["num_attention_heads"],
-                "num_key_value_heads": layers["num_key_value_heads"],
                 "head_dim": layers.get("head_dim") or layers["hidden_size"] // layers["num_attention_heads"],
-                "rms_norm_eps": layers["rms_norm_eps"],
                 "rope_parameters": rope_of(layers),
-                "max_position_embeddings": layers["max_position_embeddings"],
                 "attention_bias": bool(layers.get("attention_bias")),
-                "vocab_size": layers["vocab_size"],
                 "draft_vocab_size": config["draft_vocab_size"],
                 # vLLM's defaults differ by kind; a file without the field means what vLLM would take it to mean.
                 "norm_before_residual": config.get("norm_before_residual", kind == "eagle3"),
@@ -267,17 +261,12 @@ def config_for(
         {
             "speculators_model_type": speculators_model_type,
             "layer_type": layer_type or ("qwen3" if verifier.model_type.startswith("qwen3") else "llama"),
-            "hidden_size": verifier.hidden_size,
+            **{name: getattr(verifier, name) for name in _SHARED},
             "intermediate_size": intermediate_size or verifier.intermediate_size,
             "num_layers": num_layers,
-            "num_attention_heads": verifier.num_attention_heads,
-            "num_key_value_heads": verifier.num_key_value_heads,
             "head_dim": verifier.head_dim,
-            "rms_norm_eps": verifier.rms_norm_eps,
             "rope_parameters": verifier.rope_parameters,
-            "max_position_embeddings": verifier.max_position_embeddings,
             "attention_bias": False,
-            "vocab_size": verifier.vocab_size,
             "draft_vocab_size": draft_vocab_size or verifier.vocab_size,
             "norm_before_residual": norm_before_residual,
             "norm_before_fc": norm_before_fc,

@@ -10,7 +10,7 @@ base pass leaves (`BasePass`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -117,45 +117,34 @@ class MaskSlots:
         return torch.cat([F.pad(context, (0, padding)), own], 1)
 
 
-def base_attention(name: AttentionName, bounds: list[tuple[int, int]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def base_attention(
+    name: AttentionName, bounds: list[tuple[int, int]], device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Causal attention of pair slots, document by document.
 
     Args:
         name: the implementation.
         bounds: range of pair slots of each document, covering all of them.
+        device: where the slots are.
 
     Returns:
         attend(q, k, v), each [num_pairs, heads, head_dim] -> [num_pairs, heads * head_dim].
     """
-    if name == "flex":
-        return _flex_base_attention(bounds)
     if name == "native":
         tiles = kernels.causal_tiles(bounds)
         return lambda q, k, v: kernels.attend(q, (k, v), None, tiles, None)
+    if name == "flex":
+        position = torch.arange(bounds[-1][1], device=device)
+        first, end = torch.tensor(bounds, device=device).T
+        start = first.repeat_interleave(end - first)
+        mask = flex.block_mask(position, None, start, 0, len(position))
+        dense = (position <= position[:, None]) & (position >= start[:, None]) if device.type == "cpu" else None
+        return lambda q, k, v: flex.attend(q, k, v, mask, dense)
 
     def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = [HEADS[name](q[a:b], k[a:b], v[a:b], None) for a, b in bounds]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat([HEADS[name](q[a:b], k[a:b], v[a:b], None) for a, b in bounds])
 
     return by_document
-
-
-def _flex_base_attention(bounds: list[tuple[int, int]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    made: list[tuple[BlockMask, Tensor | None]] = []
-
-    def at_once(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        num_pairs = q.shape[0]
-        if not made:
-            position = torch.arange(num_pairs, device=q.device)
-            lengths = torch.tensor([b - a for a, b in bounds], device=q.device)
-            start = torch.tensor([a for a, _ in bounds], device=q.device).repeat_interleave(lengths)
-            dense = None
-            if not q.is_cuda:
-                dense = (position[None] <= position[:, None]) & (position[None] >= start[:, None])
-            made.append((flex.block_mask(position, None, start, 0, num_pairs), dense))
-        return flex.attend(q, k, v, *made[0])
-
-    return at_once
 
 
 def rollout_attention(
@@ -173,15 +162,13 @@ def rollout_attention(
     Returns:
         [num_slots, heads * head_dim].
     """
-    padding = -base[0].shape[0] % flex.BLOCK if name == "flex" else 0
-    k, v = (torch.cat([_pad(pairs, padding), chains]) for pairs, chains in zip(base, own))
+    if name == "flex":
+        padding = -base[0].shape[0] % flex.BLOCK
+        base = F.pad(base[0], (0, 0, 0, 0, 0, padding)), F.pad(base[1], (0, 0, 0, 0, 0, padding))
+    k, v = (torch.cat(both) for both in zip(base, own))
     if name == "flex":
         return flex.attend(q, k, v, slots.blocks, None if q.is_cuda else slots.padded)
     return HEADS[name](q, k, v, slots.dense)
-
-
-def _pad(x: Tensor, rows: int) -> Tensor:
-    return F.pad(x, (0, 0, 0, 0, 0, rows)) if rows else x
 
 
 class GradientLeaf:
@@ -249,11 +236,10 @@ class BasePass:
         with_grad: bool,
     ) -> None:
         self.embeds, self.carried = GradientLeaf(embeds, with_grad), GradientLeaf(carried, with_grad)
-        self.keys, self.values = (
-            [GradientLeaf(k, with_grad) for k in keys],
-            [GradientLeaf(v, with_grad) for v in values],
-        )
+        self.keys = [GradientLeaf(k, with_grad) for k in keys]
+        self.values = [GradientLeaf(v, with_grad) for v in values]
         self.bounds = bounds
+        self._leaves = [self.embeds, self.carried, *self.keys, *self.values]
 
     def first_visible(self, anchor: int) -> int:
         """The first pair slot of an anchor's document."""
@@ -261,12 +247,9 @@ class BasePass:
 
     def collect(self) -> None:
         """Take in the gradients of one block."""
-        for leaf in self._leaves():
+        for leaf in self._leaves:
             leaf.collect()
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors of the graph with what was collected for them."""
-        return [(leaf.tensor, leaf.grad) for leaf in self._leaves() if leaf.grad is not None]
-
-    def _leaves(self) -> Iterator[GradientLeaf]:
-        yield from (self.embeds, self.carried, *self.keys, *self.values)
+        return [(leaf.tensor, leaf.grad) for leaf in self._leaves if leaf.grad is not None]

@@ -33,7 +33,7 @@ from peagle.train.metrics import MetricsLog, StepMetrics, Sums, Trackers, Valida
 from peagle.train.optimizer import Optimizer, schedule
 from peagle.train.parallel import World
 from peagle.train.plan import TrainPlan, resolve
-from peagle.train.step import StepResult, StepSettings, keep_pages, train_step, validate_step
+from peagle.train.step import StepResult, keep_pages, train_step, validate_step
 from peagle.verifier.weights import VerifierHead
 
 logger = logging.getLogger(__name__)
@@ -242,8 +242,12 @@ class _Loop:
             self.progress.num_empty += 1
             return None
         # 2. Gradients of this rank's packs, then their sum over ranks.
+        #    P-EAGLE's slots are divided by their one count, EAGLE-3's steps each by its own.
         results = []
-        divisor, settings = self._normalised(totals)
+        divisor, settings = float(num_supervised), self.plan.step
+        if not self.plan.is_parallel:
+            weights = (weight / max(1, count) for weight, count in zip(settings.depth_weights, totals))
+            divisor, settings = 1.0, replace(settings, depth_weights=tuple(weights))
         with self.masters.step():
             for one in loaded:
                 batch, slots = one.batch.to(device, self.plan.dtype), one.layout.to(device)
@@ -271,13 +275,6 @@ class _Loop:
             seconds=time.monotonic() - began_s + ready.waited_s,
             data_wait_s=ready.waited_s,
         )
-
-    def _normalised(self, totals: list[int]) -> tuple[float, StepSettings]:
-        """What a step's loss is divided by: P-EAGLE's slots by their one count, EAGLE-3's steps each by its own."""
-        step = self.plan.step
-        if self.plan.is_parallel:
-            return float(sum(totals)), step
-        return 1.0, replace(step, depth_weights=tuple(w / max(1, n) for w, n in zip(step.depth_weights, totals)))
 
     def _is_finite(self, sums: Sums, norm: float, item: _Item) -> bool:
         """Whether a step may be taken. If not, it is thrown away on every rank and counted; too many stop the run."""
@@ -326,14 +323,10 @@ class _Loop:
             self.result.validations.append(scored)
             self.log.write("validation", scored)
             is_best, warning = self.progress.best.update(scored.acceptance_length, scored.loss, name)
-            rates = " ".join(f"{rate:.3f}" for rate in scored.accuracy)
+            rates, best = " ".join(f"{rate:.3f}" for rate in scored.accuracy), " (best)" if is_best else ""
             logger.info(
-                "checkpoint %s: validation loss %.4f  accuracy %s  acceptance length %.3f%s",
-                name,
-                scored.loss,
-                rates,
-                scored.acceptance_length,
-                " (best)" if is_best else "",
+                f"checkpoint {name}: validation loss {scored.loss:.4f}  accuracy {rates}  acceptance length "
+                f"{scored.acceptance_length:.3f}{best}"
             )
             if warning and self.world.is_main:
                 logger.warning("%s", warning)

@@ -107,10 +107,17 @@ def head_loss(
         known = None if targets.choices is None else targets.choices[labels]
         logits = torch.mm(states[begin:end], weight.t(), out=logits_buffer[: end - begin])
         for rows, own in _pieces(counts.tolist(), max(1, piece_elements // vocab_size)):
-            target = _target(verifier_logits[own], None if known is None else known[own], loss)
+            choices = verifier_logits[own].argmax(-1) if known is None else known[own]
             within = label_of_row[rows] - own.start
             here = slice(begin + rows.start, begin + rows.stop)
-            losses[here], is_correct[here] = _piece(logits[rows], target, within, loss, with_grad)
+            losses[here], is_correct[here] = _piece(
+                logits=logits[rows],
+                verifier_logits=verifier_logits[own],
+                choices=choices,
+                label_of_row=within,
+                loss=loss,
+                with_grad=with_grad,
+            )
         if with_grad:
             assert grad is not None
             scale = row_weight[begin:end, None]
@@ -132,41 +139,27 @@ def _pieces(rows_per_label: list[int], piece_rows: int) -> Iterator[tuple[slice,
     yield slice(row, row + rows), slice(label, len(rows_per_label))
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The verifier's side of a few labels."""
-
-    probs: Tensor | None
-    """Its distribution, [num_labels, vocab_size]; None where the loss does not ask for it."""
-    entropy: Tensor | None
-    """sum p log p, [num_labels]."""
-    choices: Tensor
-    """int64, [num_labels]; -1 outside the draft vocabulary."""
-
-
-def _target(logits: Tensor, choices: Tensor | None, loss: LossName) -> _Target:
-    """`logits` may be overwritten."""
-    if choices is None:
-        choices = logits.argmax(-1)
-    if loss == "ce":
-        return _Target(None, None, choices)
-    probs, entropy = kernels.softmax_with_entropy(logits)
-    return _Target(probs, entropy, choices)
-
-
 def _piece(
-    logits: Tensor, target: _Target, label_of_row: Tensor, loss: LossName, with_grad: bool
+    *,
+    logits: Tensor,
+    verifier_logits: Tensor,
+    choices: Tensor,
+    label_of_row: Tensor,
+    loss: LossName,
+    with_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Losses and correctness of a few rows, [num_rows]; with gradients, `logits` becomes d loss / d logits."""
+    """Losses and correctness of a few rows, [num_rows].
+
+    `verifier_logits` may be overwritten; with gradients, `logits` becomes d loss / d logits.
+    """
     # 1. The drafter is right where no logit exceeds that of the verifier's choice.
-    choice = target.choices[label_of_row]
+    choice = choices[label_of_row]
     at_choice = logits.gather(1, choice.clamp(min=0)[:, None])[:, 0]  # before the logits are overwritten
     # 2. KL divergence: cross entropy less the verifier's own entropy.
     if loss == "kl_div":
-        assert target.probs is not None
-        assert target.entropy is not None
-        cross_entropy, best = kernels.soft_cross_entropy_(logits, target.probs, label_of_row, with_grad)
-        return target.entropy[label_of_row] + cross_entropy, (at_choice >= best) & (choice >= 0)
+        target, entropy = kernels.softmax_with_entropy(verifier_logits)  # [num_labels, draft_vocab_size], [num_labels]
+        cross_entropy, best = kernels.soft_cross_entropy_(logits, target, label_of_row, with_grad)
+        return entropy[label_of_row] + cross_entropy, (at_choice >= best) & (choice >= 0)
     best, probs = logits.amax(-1), torch.softmax(logits, -1)  # [num_rows], [num_rows, draft_vocab_size]
     is_correct = (at_choice >= best) & (choice >= 0)
     # 3. Cross entropy with the choice. One outside the draft vocabulary has no logit to raise: its row teaches nothing.
@@ -178,8 +171,8 @@ def _piece(
             torch.mul(logit_grad, inside[:, None], out=logits)
         return losses, is_correct
     # 4. Total variation: d(1 - sum min(q, p)) / dz = -q * (1[q <= p] - sum of q where q <= p)
-    assert target.probs is not None
-    wanted = target.probs if target.probs.shape[0] == 1 else target.probs[label_of_row]
+    target = torch.softmax(verifier_logits, -1)
+    wanted = target if target.shape[0] == 1 else target[label_of_row]
     losses = 1 - torch.minimum(probs, wanted).sum(-1)
     if with_grad:
         below = (probs <= wanted).to(probs.dtype)

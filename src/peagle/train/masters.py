@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,6 @@ class Masters:
             for name, parameter in drafter.named_parameters():
                 if not (shard and name in whole):  # a sharded one is converted as it is gathered
                     parameter.data = parameter.data.to(compute_dtype)
-        self._added: dict[str, Tensor] = {}
 
     def _is_row(self, name: str) -> bool:
         return name == EMBEDDING and self.row is not None
@@ -98,13 +97,22 @@ class Masters:
 
         A rank that ran nothing adds zeros: it still meets the others. Collective.
         """
-        reduced = Partial()
         sharded: dict[str, Tensor] = dict(self.drafter.named_parameters()) if self.is_sharded else {}
+        # 1. The backward passes. Where the network computes in another type, each block's gradient is added up at once.
         with self.whole():
             parameters = {name: p for name, p in self.drafter.named_parameters() if name in self.tensors}
-            self._added = {}
+            grads: dict[str, Tensor] = {}
+
+            def take(name: str, parameter: Tensor) -> None:
+                """Move a parameter's gradient into `grads`, in the masters' dtype."""
+                if parameter.grad is None:
+                    return
+                grad = self._part(name, parameter.grad)
+                grads[name] = grads[name].add_(grad) if name in grads else grad.to(self.dtype)
+                parameter.grad = None
+
             hooks = [
-                p.register_post_accumulate_grad_hook(self._adder(name))
+                p.register_post_accumulate_grad_hook(partial(take, name))
                 for name, p in parameters.items()
                 if p.dtype != self.dtype
             ]
@@ -113,41 +121,21 @@ class Masters:
             finally:
                 for hook in hooks:
                     hook.remove()
-            grads = {name: self._take(name, p) for name, p in parameters.items()}
+            for name, parameter in parameters.items():
+                take(name, parameter)
+                if name not in grads:
+                    grads[name] = torch.zeros_like(self._part(name, parameter), dtype=self.dtype)
+        # 2. Sums over ranks, in the masters' order: of shards by scattering, of the rest in buckets.
         plain = []
-        for name, grad in grads.items():
-            shard = sharded.get(name)
+        for name in parameters:
+            grad, shard = grads[name], sharded.get(name)
             if isinstance(shard, DTensor):
-                whole = DTensor.from_local(grad, shard.device_mesh, [reduced], run_check=False)
+                whole = DTensor.from_local(grad, shard.device_mesh, [Partial()], run_check=False)
                 self.tensors[name].grad = whole.redistribute(placements=shard.placements)
             else:
                 self.tensors[name].grad = grad
                 plain.append(grad)
         self.world.sum_all(plain)
-
-    def _adder(self, name: str) -> Any:
-        def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            grad = self._part(name, parameter.grad)
-            if name in self._added:
-                self._added[name].add_(grad)
-            else:
-                self._added[name] = grad.to(self.dtype)
-            parameter.grad = None
-
-        return add
-
-    def _take(self, name: str, parameter: Tensor) -> Tensor:
-        """The rank's own gradient of a parameter, in the masters' dtype; the parameter keeps none."""
-        grad = self._added.pop(name, None)
-        if parameter.grad is not None:
-            rest = self._part(name, parameter.grad).to(self.dtype)
-            grad = rest if grad is None else grad.add_(rest)
-            parameter.grad = None
-        if grad is None:
-            shape = self._part(name, parameter).shape
-            grad = torch.zeros(shape, dtype=self.dtype, device=parameter.device)
-        return grad
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         """What of a parameter (or its gradient) is trained: the whole, or a copy of the mask token's row."""
@@ -211,11 +199,10 @@ class Masters:
 
     def state_dict(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         """The drafter's tensors in the masters' precision, given the `whole` masters by name. Collective if sharded."""
-        found = {}
-        for name, tensor in self.drafter.state_dict().items():
-            is_master = name in whole and not self._is_row(name)
-            found[name] = whole[name] if is_master else self.full(tensor)
-        return found
+        return {
+            name: whole[name] if name in whole and not self._is_row(name) else self.full(tensor)
+            for name, tensor in self.drafter.state_dict().items()
+        }
 
 
 def _shard(drafter: Drafter, trained: set[nn.Parameter], compute_dtype: torch.dtype, world: World) -> None:

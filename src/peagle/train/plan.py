@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from peagle import kernels
-from peagle.drafter.checkpoint import CONFIG, find, read_config
+from peagle.drafter.checkpoint import CONFIG, DTYPES, find, read_config
 from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import ConfigError
 from peagle.train.attention import AttentionName
@@ -50,13 +50,10 @@ class TrainPlan:
     """What the loop does, all of it settled."""
 
     drafter: DrafterConfig
-    """The drafter's shape."""
     is_parallel: bool
     """P-EAGLE; else EAGLE-3."""
     dtype: torch.dtype
-    """Type that the network computes in."""
     step: StepSettings
-    """How a step is computed."""
 
     num_depths: int
     down_sample_ratio: float
@@ -125,7 +122,8 @@ def resolve(config: FitConfig, drafter: DrafterConfig, world: World) -> TrainPla
     if not is_parallel and "depth_loss_decay" not in config.model_fields_set:
         decay = 1.0
     # 3. The machine: type, attention, and sizes that fit the budget.
-    dtype = _compute_dtype(config, world.device)
+    automatic = "bfloat16" if world.device.type == "cuda" else "float32"
+    dtype = DTYPES[automatic if config.dtype == "auto" else config.dtype]
     attention = _attention(config, drafter, dtype, world.device)
     block_slots, chunk_rows = _sizes(config, drafter, world.device)
     step = StepSettings(
@@ -167,12 +165,6 @@ def resolve(config: FitConfig, drafter: DrafterConfig, world: World) -> TrainPla
         warmup_steps=config.scheduler_warmup_steps or 0,
         schedule_steps=config.scheduler_total_steps or 0,
     )
-
-
-def _compute_dtype(config: FitConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[config.dtype]
 
 
 def _attention(config: FitConfig, drafter: DrafterConfig, dtype: torch.dtype, device: torch.device) -> AttentionName:
@@ -218,23 +210,19 @@ def choose_sizes(
     Returns:
         (slots of a block, rows of a chunk).
     """
-    chunk = budget_bytes // _CHUNK_PART // _row_bytes(draft_vocab_size)
-    block = budget_bytes // _BLOCK_PART // _slot_bytes(hidden_size, intermediate_size, num_pairs)
+    row_bytes, slot_bytes = _bytes_each(hidden_size, intermediate_size, draft_vocab_size, num_pairs)
+    chunk, block = budget_bytes // _CHUNK_PART // row_bytes, budget_bytes // _BLOCK_PART // slot_bytes
     return max(MIN_BLOCK_SLOTS, min(MAX_BLOCK_SLOTS, block)), max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, chunk))
 
 
 def least_budget(hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int) -> int:
     """The bytes that the smallest block and chunk take; arguments as of `choose_sizes`."""
-    block = MIN_BLOCK_SLOTS * _BLOCK_PART * _slot_bytes(hidden_size, intermediate_size, num_pairs)
-    return max(block, MIN_CHUNK_ROWS * _CHUNK_PART * _row_bytes(draft_vocab_size))
+    row_bytes, slot_bytes = _bytes_each(hidden_size, intermediate_size, draft_vocab_size, num_pairs)
+    return max(MIN_BLOCK_SLOTS * _BLOCK_PART * slot_bytes, MIN_CHUNK_ROWS * _CHUNK_PART * row_bytes)
 
 
-def _row_bytes(draft_vocab_size: int) -> int:
-    return 4 * 2 * draft_vocab_size
-
-
-def _slot_bytes(hidden_size: int, intermediate_size: int, num_pairs: int) -> int:
-    return 4 * (24 * hidden_size + 6 * intermediate_size) * 4 + 5 * num_pairs
+def _bytes_each(hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int) -> tuple[int, int]:
+    return 4 * 2 * draft_vocab_size, 4 * (24 * hidden_size + 6 * intermediate_size) * 4 + 5 * num_pairs
 
 
 def default_config(drafter: DrafterConfig, dtype: str) -> FitConfig:
@@ -264,7 +252,7 @@ def pretrained_config(checkpoint: str) -> DrafterConfig:
 
 def _shape_of(config: TrainConfig, source: DrafterConfig) -> dict[str, Any]:
     """Flags that the checkpoint decides, checked against those that were given."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"draft_vocab_size": source.draft_vocab_size if source.is_pruned else None}
     for flag, field in _SHAPE.items():
         value, given = getattr(source, field), getattr(config, flag)
         if flag not in config.model_fields_set or given is None:
@@ -272,13 +260,11 @@ def _shape_of(config: TrainConfig, source: DrafterConfig) -> dict[str, Any]:
         # More layers than the checkpoint has are new ones; fewer would throw trained ones away.
         elif given != value and not (flag == "num_layers" and given > value):
             raise ConfigError(f"{flag_of(flag)} {given}: {config.from_pretrained} has {value}; omit the flag")
-    size = source.draft_vocab_size if source.is_pruned else None
     if config.draft_vocab_size not in (None, source.draft_vocab_size):
         raise ConfigError(
             f"--draft-vocab-size {config.draft_vocab_size}: {config.from_pretrained} has {source.draft_vocab_size} "
             "tokens, and its vocabulary is taken over; omit the flag"
         )
-    changes["draft_vocab_size"] = size
     if config.speculator_type == "peagle" and source.mask_token_id is not None:
         if config.mask_token_id not in (None, source.mask_token_id):
             raise ConfigError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 from dataclasses import asdict
-from typing import BinaryIO
 
 import torch
 
@@ -69,17 +69,19 @@ def train(config: TrainConfig) -> FitResult:
             "--fsdp-shard: one process has no others to shard over; start several with `torchrun --standalone "
             "--nproc_per_node N -m peagle train ...`, or omit it"
         )
-    locks: list[BinaryIO] = []
-    try:
+    with contextlib.ExitStack() as held:
+        held.callback(leave_ranks)
+        # 1. Rank 0 decides for all; every rank settles the same plan, and rank 0 takes the folder.
         decision = Decision(**world.from_main("decision", lambda: asdict(decide(config))))
         plan = resolve(config, decision.drafter_config(), world)
         config = plan.settled(config)
         for warning in decision.warnings if world.is_main else []:
             logger.warning("%s", warning)
         trackers = _trackers(config, world)
-        world.from_main("save_path", lambda: locks.append(_prepare_save_path(config)))
+        world.from_main("save_path", lambda: _prepare_save_path(config, held))
+        # 2. Weights and rows, on each rank.
         drafter, head, rows = _load(config, decision, world)
-        try:
+        with contextlib.closing(rows):
             world.from_main("disk", lambda: _check_disk(config, decision, drafter))
             counts = {
                 "num_rows": len(decision.train),
@@ -93,6 +95,7 @@ def train(config: TrainConfig) -> FitResult:
                 counts=counts,
                 world=world,
             )
+            # 3. Train.
             _greet(config, plan, decision, drafter, world)
             result = fit(
                 drafter=drafter,
@@ -105,8 +108,7 @@ def train(config: TrainConfig) -> FitResult:
                 metrics_path=config.save_path / "metrics.jsonl",
                 trackers=trackers,
             )
-        finally:
-            rows.close()
+        # 4. Record what was done.
         if world.is_main:
             _record(
                 config=config,
@@ -120,10 +122,6 @@ def train(config: TrainConfig) -> FitResult:
         if trackers is not None:
             trackers.close()
         return result
-    finally:
-        for lock in locks:
-            lock.close()
-        leave_ranks()
 
 
 def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafter, VerifierHead, OpenRows]:
@@ -167,13 +165,9 @@ def _first_drafter(
     if config.from_pretrained is not None:
         source = load_drafter(config.from_pretrained, torch.float32, torch.device("cpu"))
         start = warm_start(drafter, source, config.from_pretrained)
-        logger.info(
-            "started from %s: %d tensors taken; new: %s%s",
-            config.from_pretrained,
-            len(start.taken),
-            "; ".join(start.new) or "nothing",
-            f"; left behind: {', '.join(start.left)}" if start.left else "",
-        )
+        left = f"; left behind: {', '.join(start.left)}" if start.left else ""
+        new = "; ".join(start.new) or "nothing"
+        logger.info(f"started from {config.from_pretrained}: {len(start.taken)} tensors taken; new: {new}{left}")
     return drafter
 
 
@@ -190,17 +184,13 @@ def _trackers(config: TrainConfig, world: World) -> Trackers | None:
     return opened[0] if opened else None
 
 
-def _prepare_save_path(config: TrainConfig) -> BinaryIO:
-    """Make the folder and hold it; without resuming, remove the checkpoints that an earlier run left there.
-
-    Returns:
-        The lock: closing it frees the folder.
-    """
+def _prepare_save_path(config: TrainConfig, held: contextlib.ExitStack) -> None:
+    """Make the folder and lock it; without resuming, remove the checkpoints that an earlier run left there."""
     try:
         config.save_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--save-path {config.save_path}: cannot be made ({error.strerror})") from None
-    lock = lock_file(config.save_path / ".lock", f"training into {config.save_path}")
+    held.enter_context(lock_file(config.save_path / ".lock", f"training into {config.save_path}"))
     leftovers = sweep(config.save_path)
     if leftovers:
         logger.info("removed what a killed process left in %s: %s", config.save_path, ", ".join(leftovers))
@@ -208,7 +198,6 @@ def _prepare_save_path(config: TrainConfig) -> BinaryIO:
         gone = remove_all(config.save_path)
         if gone:
             logger.info("--no-resume-from-checkpoint: removed checkpoints %s of an earlier run", ", ".join(gone))
-    return lock
 
 
 def checkpoint_bytes(config: TrainConfig, save_dtype: str, drafter: Drafter) -> int:
@@ -239,52 +228,32 @@ def _check_disk(config: TrainConfig, decision: Decision, drafter: Drafter) -> No
     expected = max(0, epochs - written if config.keep_last is None else config.keep_last + 2 - written)
     if free < 1.02 * one * expected:
         logger.warning(
-            "%s: %d checkpoints of %.2f GB are to come, %.2f GB are free; --keep-last 1 needs three times one",
-            config.save_path,
-            expected,
-            one / _GB,
-            free / _GB,
+            f"{config.save_path}: {expected} checkpoints of {one / _GB:.2f} GB are to come, {free / _GB:.2f} GB are "
+            "free; --keep-last 1 needs three times one"
         )
 
 
 def _greet(config: TrainConfig, plan: TrainPlan, decision: Decision, drafter: Drafter, world: World) -> None:
     shape = drafter.config
     millions = sum(p.numel() for p in drafter.parameters()) / 1e6
-    is_chain = shape.speculators_model_type == "eagle3"
+    if plan.is_parallel:
+        name, how = "P-EAGLE", f"mask token {shape.mask_token_id} ({decision.mask_token_how})"
+    else:
+        name, how = "EAGLE-3", f"{config.ttt_steps} steps"
     logger.info(
-        "drafter: %s, %d %s layer%s, hidden %d, %.1f M parameters, draft vocabulary %d, layers %s of the verifier, %s",
-        "EAGLE-3" if is_chain else "P-EAGLE",
-        shape.num_layers,
-        shape.layer_type,
-        "" if shape.num_layers == 1 else "s",
-        shape.hidden_size,
-        millions,
-        shape.draft_vocab_size,
-        list(shape.aux_layer_ids),
-        f"{config.ttt_steps} steps" if is_chain else f"mask token {shape.mask_token_id} ({decision.mask_token_how})",
+        f"drafter: {name}, {shape.num_layers} {shape.layer_type} layer{'' if shape.num_layers == 1 else 's'}, hidden "
+        f"{shape.hidden_size}, {millions:.1f} M parameters, draft vocabulary {shape.draft_vocab_size}, layers "
+        f"{list(shape.aux_layer_ids)} of the verifier, {how}"
+    )
+    matrices = f" and {plan.matrix_lr:.3g} for matrices" if plan.is_muon else ""
+    logger.info(f"optimizer: {config.optimizer}, learning rate {plan.lr:.3g}{matrices}, {plan.scheduler_type} schedule")
+    logger.info(
+        f"step: {plan.step.attention} attention in {str(plan.dtype).removeprefix('torch.')}, blocks of "
+        f"{plan.step.block_slots} slots, {plan.step.chunk_rows} rows of the vocabulary at a time"
     )
     logger.info(
-        "optimizer: %s, learning rate %.3g%s, %s schedule",
-        config.optimizer,
-        plan.lr,
-        f" and {plan.matrix_lr:.3g} for matrices" if plan.is_muon else "",
-        plan.scheduler_type,
-    )
-    logger.info(
-        "step: %s attention in %s, blocks of %d slots, %d rows of the vocabulary at a time",
-        plan.step.attention,
-        str(plan.dtype).removeprefix("torch."),
-        plan.step.block_slots,
-        plan.step.chunk_rows,
-    )
-    logger.info(
-        "rows: %d to train on, %d to validate, hidden states %s; %d rank%s on %s",
-        len(decision.train),
-        len(decision.held_out),
-        config.hidden_states,
-        world.size,
-        "" if world.size == 1 else "s",
-        world.device.type,
+        f"rows: {len(decision.train)} to train on, {len(decision.held_out)} to validate, hidden states "
+        f"{config.hidden_states}; {world.size} rank{'' if world.size == 1 else 's'} on {world.device.type}"
     )
 
 

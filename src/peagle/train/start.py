@@ -4,8 +4,6 @@ layers that are random, or the verifier's own last ones, of which the first is f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -133,15 +131,13 @@ def start_from_verifier(drafter: Drafter, verifier: VerifierConfig) -> str | Non
     if config.num_layers > verifier.num_layers:
         return f"the verifier has {verifier.num_layers} layers only"
     try:
-        found = _layers(drafter, verifier)
+        layers = _layers(drafter, verifier)
     except VerifierError as error:
         return str(error)
-    if isinstance(found, str):
-        return found
     hidden = config.hidden_size
     with torch.no_grad():
         own = drafter.state_dict()
-        for name, weight in found.items():
+        for name, weight in layers.items():
             target = own[name]
             if target.shape == weight.shape:
                 target.copy_(weight)
@@ -155,13 +151,13 @@ def start_from_verifier(drafter: Drafter, verifier: VerifierConfig) -> str | Non
     return None
 
 
-def _layers(drafter: Drafter, verifier: VerifierConfig) -> dict[str, Tensor] | str:
-    """The verifier's tensors under the drafter's names, or what does not fit."""
+def _layers(drafter: Drafter, verifier: VerifierConfig) -> dict[str, Tensor]:
+    """The verifier's tensors under the drafter's names; a VerifierError says what does not fit."""
     files = TensorFiles.open(verifier.name_or_path)
     first = verifier.num_layers - drafter.config.num_layers
     prefix = next((p for p in _PREFIXES if f"{p}layers.{first}.input_layernorm.weight" in files.names), None)
     if prefix is None:
-        return "no tensors under the usual layer names"
+        raise VerifierError("no tensors under the usual layer names")
     found: dict[str, Tensor] = {}
     for name, target in drafter.state_dict().items():
         if not name.startswith("layers."):
@@ -173,25 +169,21 @@ def _layers(drafter: Drafter, verifier: VerifierConfig) -> dict[str, Tensor] | s
         theirs = "input_layernorm.weight" if is_first and leaf == "hidden_norm.weight" else leaf
         source = f"{prefix}layers.{first + int(index)}.{theirs}"
         if source not in files.names:
-            return f"no tensor {source}"
+            raise VerifierError(f"no tensor {source}")
         weight = files.read(source).float()
         halves = is_first and weight.dim() == 2 and target.shape == (weight.shape[0], 2 * weight.shape[1])
         if weight.shape != target.shape and not halves:
-            return f"{source} is {list(weight.shape)}, the drafter's is {list(target.shape)}"
+            raise VerifierError(f"{source} is {list(weight.shape)}, the drafter's is {list(target.shape)}")
         found[name] = weight
     return found
 
 
-@dataclass(frozen=True)
-class _Document:
-    """A row's pair slots."""
-
-    pair_ids: Tensor
-    """x_{i+1}, int64, [num_pairs]."""
-    aux_states: Tensor
-    """g_i of one position more than there are pair slots, [num_pairs + 1, aux_size]."""
+def positions_wanted(config: DrafterConfig) -> int:
+    """How many positions `fit_first_layer` asks for."""
+    return min(_POSITIONS_PER_INPUT * config.aux_size, _MOST_POSITIONS)
 
 
+@torch.no_grad()
 def fit_first_layer(drafter: Drafter, stored: list[StoredRow], first_layer: int) -> int:
     """Fit `fc` and layer 0's projections, in place.
 
@@ -203,69 +195,54 @@ def fit_first_layer(drafter: Drafter, stored: list[StoredRow], first_layer: int)
     Returns:
         Positions that were fitted on.
     """
-    ids = drafter.config.aux_layer_ids
-    # The stream that the first copied layer reads, or of the nearest layer whose stream is known.
-    place = min(range(len(ids)), key=lambda k: abs(ids[k] - first_layer))
-    documents = _documents(stored, positions_wanted(drafter.config))
-    with torch.no_grad():
-        _fit(drafter, documents, place)
-    return sum(len(one.pair_ids) for one in documents)
-
-
-def positions_wanted(config: DrafterConfig) -> int:
-    """How many positions the fit asks for."""
-    return min(_POSITIONS_PER_INPUT * config.aux_size, _MOST_POSITIONS)
-
-
-def _documents(stored: list[StoredRow], num_positions: int) -> list[_Document]:
-    documents, count = [], 0
+    config, layer = drafter.config, drafter.decoder()[0]
+    hidden, ids = config.hidden_size, config.aux_layer_ids
+    # 1. Each row's pair slots: (x_{i+1} [num_pairs], g_i of one position more [num_pairs + 1, aux_size]).
+    documents: list[tuple[Tensor, Tensor]] = []
+    num_positions = 0
     for row in stored:
-        states = row.aux_states
-        pair_ids = torch.tensor(row.row.input_ids[1 : len(states)], dtype=torch.int64)
-        documents.append(_Document(pair_ids, states[: len(pair_ids) + 1]))
-        count += len(pair_ids)
-        if count >= num_positions:
+        if num_positions >= positions_wanted(config):
             break
-    return documents
+        pair_ids = torch.tensor(row.row.input_ids[1 : len(row.aux_states)], dtype=torch.int64)
+        documents.append((pair_ids, row.aux_states[: len(pair_ids) + 1]))
+        num_positions += len(pair_ids)
+    # 2. What is to be reached: the stream that the first copied layer reads, or the nearest that is known, one position
+    # on, and what that layer makes of it.
+    place = min(range(len(ids)), key=lambda k: abs(ids[k] - first_layer))
+    projections = [getattr(layer.self_attn, name).weight for name in _PROJECTIONS]
+    own = [weight[:, -hidden:].clone() for weight in projections]
+    own_output = layer.self_attn.o_proj.weight.clone()
 
+    def wanted(states: Tensor) -> Tensor:
+        return states[1:, place * hidden : (place + 1) * hidden].float()
 
-def _fit(drafter: Drafter, documents: list[_Document], place: int) -> None:
-    hidden = drafter.config.hidden_size
-    layer = drafter.decoder()[0]
-    attention = layer.self_attn
-    own = [getattr(attention, name).weight[:, -hidden:].clone() for name in _PROJECTIONS]
-    own_output = attention.o_proj.weight.clone()
+    def read(pair_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        return layer.enter(*drafter.embed_pairs(pair_ids, states[:-1].float()))
 
-    def wanted(one: _Document) -> Tensor:
-        return one.aux_states[1:, place * hidden : (place + 1) * hidden].float()
-
-    def read(one: _Document) -> tuple[Tensor, Tensor]:
-        states = one.aux_states[:-1].float()
-        return layer.enter(*drafter.embed_pairs(one.pair_ids, states))
-
+    # 3. `fc`: from a position's states to the next one's stream.
     solve = _Solve()
-    for one in documents:
-        states, share = one.aux_states[:-1].float(), _share(wanted(one))
-        states = states if drafter.input_norm is None else drafter.input_norm(states)
-        solve.add(states * share, wanted(one) * share)
+    for _, states in documents:
+        given, share = states[:-1].float(), _share(wanted(states))
+        given = given if drafter.input_norm is None else drafter.input_norm(given)
+        solve.add(given * share, wanted(states) * share)
     drafter.fc.weight.copy_(solve.weight())
-
+    # 4. Queries, keys and values: what the verifier's projections read of the stream, from what layer 0 reads.
     solve = _Solve()
-    for one in documents:
-        solve.add(read(one)[0], layer.hidden_norm(wanted(one)))
+    for pair_ids, states in documents:
+        solve.add(read(pair_ids, states)[0], layer.hidden_norm(wanted(states)))
     lift = solve.weight()
-    for name, weight in zip(_PROJECTIONS, own):
-        getattr(attention, name).weight.copy_(weight @ lift)
-
+    for weight, theirs in zip(projections, own):
+        weight.copy_(theirs @ lift)
+    # 5. The output projection: what is still missing behind the attention.
     solve = _Solve()
-    fitted = [getattr(attention, name).weight for name in _PROJECTIONS]
-    for one in documents:
-        entered, residual = read(one)
-        state, share = wanted(one), _share(wanted(one))
-        attended = _attended(drafter, entered, fitted)
+    for pair_ids, states in documents:
+        entered, residual = read(pair_ids, states)
+        state, share = wanted(states), _share(wanted(states))
+        attended = _attended(drafter, entered, projections)
         right = state + _attended(drafter, layer.hidden_norm(state), own) @ own_output.T
         solve.add(attended * share, (right - residual - attended @ own_output.T) * share)
-    attention.o_proj.weight.add_(solve.weight())
+    layer.self_attn.o_proj.weight.add_(solve.weight())
+    return num_positions
 
 
 class _Solve:

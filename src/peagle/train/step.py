@@ -46,11 +46,9 @@ class StepSettings:
     """How a step is computed. Only `loss` and `depth_weights` change what is computed."""
 
     loss: LossName
-    """The loss of one slot."""
     depth_weights: tuple[float, ...]
     """Weight of each depth's slots in the loss, depth 0 first."""
     attention: AttentionName
-    """Attention implementation."""
     block_slots: int
     """Slots (pair slots that are supervised, and mask slots) of a block; at least one anchor's."""
     chunk_rows: int
@@ -150,7 +148,7 @@ def _step(
     bounds = _document_bounds(batch.document_ids[:num_pairs])
     embeds, hidden = drafter.embed_pairs(batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs])
     cos, sin = drafter.rotary(batch.rope_pos[:num_pairs], hidden.dtype)  # [num_pairs, 1, head_dim]
-    attend = base_attention(settings.attention, bounds)
+    attend = base_attention(settings.attention, bounds, hidden.device)
     carried, keys, values = drafter.base_pass(embeds, hidden, cos, sin, attend, settings.checkpoint_base and with_grad)
     give_back_pages(num_pairs, carried.device)
     states = drafter.norm(carried)  # [num_pairs, hidden_size]
@@ -259,7 +257,10 @@ def _rollout(
     parts = _attention_parts(anchor, depth, base.bounds, batch.document_ids, part_slots)
     context = slice(parts[0][1].first, parts[-1][1].last)
     rope_pos = batch.rope_pos[anchor] + depth
-    tiles = _tiles(parts, context.start) if is_native else []
+    tiles = []
+    if is_native:
+        for own, slots in parts:
+            tiles.append(Tile(own, slice(slots.first - context.start, slots.last - context.start), slots.tile_mask))
     # In layer 0 mask slots are one vector turned by position: those at one position are equal queries.
     first_tiles = [replace(tile, distinct_id=rope_pos[tile.own].unique(return_inverse=True)[1].int()) for tile in tiles]
 
@@ -277,11 +278,6 @@ def _rollout(
         return out[0] if len(out) == 1 else torch.cat(out)
 
     return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
-
-
-def _tiles(parts: list[tuple[slice, MaskSlots]], begin: int) -> list[Tile]:
-    """The parts as tiles, whose context counts from `begin`."""
-    return [Tile(own, slice(slots.first - begin, slots.last - begin), slots.tile_mask) for own, slots in parts]
 
 
 def _attention_parts(
