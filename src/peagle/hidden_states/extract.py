@@ -92,15 +92,14 @@ def extract(config: ExtractConfig) -> int:
         tokenizer_sha256=str(prepared.summary["tokenizer_sha256"]),
         is_served=bool(config.endpoint),
     )
-    count = min(len(prepared), config.max_samples or len(prepared))
-    rows = PreparedRows(prepared, count)
+    rows = PreparedRows(prepared, min(len(prepared), config.max_samples or len(prepared)))
     entries = _entries(rows, verifier)
     with StoreWriter.open(config.output, spec, config.shard_mb * 10**6) as writer:
         missing = _missing(entries, writer)
         kept_before = len(entries) - len(missing)
         if kept_before:
             logger.info("%d of %d rows are in %s already", kept_before, len(entries), config.output)
-        num_bytes = check_disk(spec, entries, missing, config.output, config.max_disk_gb)
+        num_bytes = _check_disk(spec, entries, missing, config.output, config.max_disk_gb)
         outcome = _fill(config, verifier, rows, missing, writer) if missing else ExtractOutcome()
         if not writer.entries:
             raise DataError(f"{config.output}: no row could be stored ({_reasons(outcome)})")
@@ -164,16 +163,16 @@ def _fill(
                 wrong = fault(answer, row, spec)
                 if wrong is None and head is not None:
                     wrong = choice_fault(answer, head, spec.torch_dtype)
-                if wrong is not None and not config.skip_bad_rows:
+                if wrong is None:
+                    writer.add(to_stored(answer, row, spec.torch_dtype))
+                    outcome.stored += 1
+                    outcome.tokens += len(row.input_ids)
+                elif config.skip_bad_rows:
+                    outcome.drop(row.row_id, wrong.split(",")[0].split(":")[0], wrong)
+                else:
                     raise StoreError(
                         f"row {row.row_id}: {wrong}. It was not stored; --skip-bad-rows would count it and go on."
                     )
-                if wrong is not None:
-                    outcome.drop(row.row_id, wrong.split(",")[0].split(":")[0], wrong)
-                    continue
-                writer.add(to_stored(answer, row, spec.torch_dtype))
-                outcome.stored += 1
-                outcome.tokens += len(row.input_ids)
         if by_id:
             raise StoreError(f"no states came for {len(by_id)} rows (first: {next(iter(by_id))}); run it again")
     finally:
@@ -204,46 +203,32 @@ def _model_name(config: ExtractConfig, prepared: Prepared) -> str:
 
 
 def _entries(rows: PreparedRows, verifier: VerifierConfig) -> list[RowEntry]:
-    """The rows' index entries.
-
-    Raises:
-        DataError: an id given twice, or a token id that the verifier does not have.
-    """
-    entries: list[RowEntry] = []
-    seen: set[str] = set()
+    """The rows' index entries; refuses an id given twice, and a token id that the verifier does not have."""
+    entries: dict[str, RowEntry] = {}
     with log.progress("check", len(rows), "rows") as meter:
         for row in rows:
-            if row.row_id in seen:
+            if row.row_id in entries:
                 raise DataError(f"row id {row.row_id} occurs twice in the prepared data; prepare it again")
-            seen.add(row.row_id)
             highest = max(row.input_ids)
             if highest >= verifier.vocab_size or min(row.input_ids) < 0:
                 raise DataError(
                     f"row {row.row_id}: token id {highest} is beyond the vocabulary of {verifier.name_or_path} "
                     f"({verifier.vocab_size} rows); prepare the data with this verifier's tokenizer"
                 )
-            entries.append(RowEntry.of(row))
+            entries[row.row_id] = RowEntry.of(row)
             meter.advance(1)
-    return entries
+    return list(entries.values())
 
 
 def _missing(entries: Sequence[RowEntry], writer: StoreWriter) -> set[str]:
-    """Ids that the store lacks.
-
-    Raises:
-        StoreError: a row is there with other tokens or another mask.
-    """
-    missing = set()
+    """Ids that the store lacks; refuses a row that is there with other tokens or another mask."""
     for entry in entries:
-        there = writer.entries.get(entry.row_id)
-        if there is None:
-            missing.add(entry.row_id)
-        elif there != entry:
+        if writer.entries.get(entry.row_id, entry) != entry:
             raise StoreError(
                 f"{writer.folder}: row {entry.row_id} is in the store with other tokens or another loss mask: the data "
                 "was prepared again. Choose another --output, or remove the store."
             )
-    return missing
+    return {entry.row_id for entry in entries} - writer.entries.keys()
 
 
 def _reasons(outcome: ExtractOutcome) -> str:
@@ -253,11 +238,6 @@ def _reasons(outcome: ExtractOutcome) -> str:
 def fault(answer: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
     """Compare a source's answer with the row it is for.
 
-    Args:
-        answer: the source's.
-        row: the row that was asked for.
-        spec: the store's.
-
     Returns:
         None, or what is wrong: other ids (with the first index that differs), another number of states than tokens,
         another width, NaN or infinity.
@@ -265,13 +245,13 @@ def fault(answer: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
     if answer.input_ids != row.input_ids:
         first = first_difference(answer.input_ids, row.input_ids)
         return f"the verifier read other token ids, first at index {first}"
-    num_tokens, width = len(row.input_ids), spec.hidden_size
-    for name, states, columns in (
-        ("aux_states", answer.aux_states, width * len(spec.aux_layer_ids)),
-        ("last_states", answer.last_states, width),
+    for name, states, num_layers in (
+        ("aux_states", answer.aux_states, len(spec.aux_layer_ids)),
+        ("last_states", answer.last_states, 1),
     ):
-        if tuple(states.shape) != (num_tokens, columns):
-            return f"{name} have shape {list(states.shape)}, expected {[num_tokens, columns]}"
+        expected = [len(row.input_ids), num_layers * spec.hidden_size]
+        if list(states.shape) != expected:
+            return f"{name} have shape {list(states.shape)}, expected {expected}"
         if not torch.isfinite(states.to(spec.torch_dtype)).all():
             position = int((~torch.isfinite(states.to(spec.torch_dtype))).any(-1).nonzero()[0])
             return f"{name} hold NaN or infinity, first at position {position}"
@@ -315,17 +295,10 @@ def to_stored(answer: RowStates, row: TokenRow, dtype: torch.dtype) -> StoredRow
     return StoredRow(row, aux_states, label_pos, answer.last_states[label_pos].to("cpu", dtype).contiguous())
 
 
-def check_disk(
+def _check_disk(
     spec: StoreSpec, entries: Sequence[RowEntry], missing: AbstractSet[str], folder: Path, max_disk_gb: float | None
 ) -> int:
-    """Estimate the store's size before anything is run.
-
-    Returns:
-        Estimated bytes of the whole store.
-
-    Raises:
-        DiskError: what is missing does not fit the disk, or the whole is above `max_disk_gb`.
-    """
+    """Estimated bytes of the whole store; refuses what the disk or `max_disk_gb` does not hold before anything runs."""
     whole = sum(spec.row_bytes(entry) for entry in entries)
     needed = sum(spec.row_bytes(entry) for entry in entries if entry.row_id in missing)
     free = free_bytes(folder)
@@ -365,9 +338,9 @@ def open_source(
     Args:
         config: `endpoint` and `backend` decide.
         spec: layer ids and dtype.
-        verifier: the verifier.
-        head: from its files; the Transformers backend proves it on `sample` before the job starts.
-        sample: any row.
+        verifier: what computes the states.
+        head: from its files; the Transformers backend proves it on `sample`, any row, before the job starts.
+        sample: see `head`.
         rank: of several processes that make the same store (0 of one): their files must not be taken for one another's.
 
     Raises:

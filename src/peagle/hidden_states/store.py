@@ -75,7 +75,7 @@ class StoreSpec:
         """What a verifier's states will be like.
 
         Args:
-            verifier: it.
+            verifier: what makes them.
             aux_layer_ids: ids in any order; None for the default.
             dtype: "auto" is the verifier's own.
             tokenizer_sha256: of the tokenizer that made the rows.
@@ -115,6 +115,20 @@ class StoreSpec:
             raise TypeError(f"aux_layer_ids is {list(self.aux_layer_ids)}, expected whole numbers")
         if self.dtype not in ("bfloat16", "float16", "float32"):
             raise TypeError(f"dtype is {self.dtype!r}, expected bfloat16, float16 or float32")
+
+    def misfit(self, entry: RowEntry, aux_states: Tensor, last_states: Tensor) -> str | None:
+        """Compare a row's stored states with what this spec says of them: None, or what is wrong."""
+        for name, states, rows, layers in (
+            ("aux_states", aux_states, entry.num_tokens, len(self.aux_layer_ids)),
+            ("last_states", last_states, entry.num_labels, 1),
+        ):
+            expected = (rows, layers * self.hidden_size)
+            if tuple(states.shape) != expected or states.dtype != self.torch_dtype:
+                return (
+                    f"row {entry.row_id}: {name} of shape {list(states.shape)} in {states.dtype}, expected "
+                    f"{list(expected)} in {self.torch_dtype}"
+                )
+        return None
 
     def row_bytes(self, entry: RowEntry) -> int:
         """What a row takes on disk: states, ids, masks, and its share of header and index."""
@@ -378,13 +392,9 @@ class StoreReader:
             self._verified.add(shard.path)
         aux, label_pos, last = self._tensors(shard, place, PARTS[2:])
         # 3. which are what the spec says, and finite
-        width = self.spec.hidden_size
-        shapes = (entry.num_tokens, len(self.spec.aux_layer_ids) * width), (entry.num_labels, width)
-        is_same_dtype = {aux.dtype, last.dtype} == {self.spec.torch_dtype}
-        if (tuple(aux.shape), tuple(last.shape)) != shapes or not is_same_dtype:
+        if misfit := self.spec.misfit(entry, aux, last):
             raise StoreError(
-                f"{shard.path}: row {row_id}: states of shape {list(aux.shape)} in {aux.dtype}, {SPEC_FILE} asks for "
-                f"{list(shapes[0])} in {self.spec.torch_dtype}; one of the two is of another store: extract again into "
+                f"{shard.path}: {misfit} by {SPEC_FILE}; one of the two is of another store: extract again into "
                 "another folder"
             )
         if row_id not in self._finite:

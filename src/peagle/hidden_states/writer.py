@@ -95,12 +95,8 @@ class StoreWriter:
         entry = RowEntry.of(stored.row)
         if entry.row_id in self.entries:
             raise ValueError(f"row {entry.row_id} is already in the store")
-        width = len(self.spec.aux_layer_ids) * self.spec.hidden_size
-        expected = ((entry.num_tokens, width), (entry.num_labels, self.spec.hidden_size))
-        if (tuple(stored.aux_states.shape), tuple(stored.last_states.shape)) != expected:
-            raise ValueError(f"row {entry.row_id}: states of shape {stored.aux_states.shape}, expected {expected}")
-        if {stored.aux_states.dtype, stored.last_states.dtype} != {self.spec.torch_dtype}:
-            raise ValueError(f"row {entry.row_id}: states are not {self.spec.dtype}")
+        if misfit := self.spec.misfit(entry, stored.aux_states, stored.last_states):
+            raise ValueError(misfit)
         self._pending.append(stored)
         self._pending_bytes += self.spec.row_bytes(entry)
         self.entries[entry.row_id] = entry
