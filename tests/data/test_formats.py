@@ -11,7 +11,7 @@ from peagle.data.records import UnusableRow
 
 
 def turns_of(record):
-    return [(m["role"], m["content"]) for m in conversation_of(record).messages]
+    return [(m["role"], m["content"]) for m in conversation_of(record)["messages"]]
 
 
 ASK, REPLY = ("user", "a"), ("assistant", "b")
@@ -55,8 +55,8 @@ def test_prompts_without_replies_are_prompts(record):
 
 
 def test_further_turns_of_a_benchmark_wait_for_the_replies_before_them():
-    assert conversation_of({"turns": ["a", "b", "c"]}).next_turns == ["b", "c"]
-    assert conversation_of({"prompt": ["a", "b"], "category": "qa"}).next_turns == ["b"]
+    assert conversation_of({"turns": ["a", "b", "c"]})["next_turns"] == ("b", "c")
+    assert conversation_of({"prompt": ["a", "b"], "category": "qa"})["next_turns"] == ("b",)
 
 
 def test_human_eval_is_a_prompt_though_it_has_a_solution():
@@ -108,15 +108,15 @@ REPAIRS = {
 @pytest.mark.parametrize("rule", list(REPAIRS))
 def test_each_repair_does_what_its_rule_says_and_is_noted(rule):
     record, expected = REPAIRS[rule]
-    draft = conversation_of(record)
-    assert [(m["role"], m["content"]) for m in draft.messages] == expected
-    assert draft.repairs == {rule}
+    found = conversation_of(record)
+    assert [(m["role"], m["content"]) for m in found["messages"]] == expected
+    assert found["repairs"] == (rule,)
 
 
 def test_replies_behind_a_tool_call_are_not_merged_into_it():
     call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
     record = {"messages": [{"role": "user", "content": "a"}, call, {"role": "assistant", "content": "b"}]}
-    assert len(conversation_of(record).messages) == 3
+    assert len(conversation_of(record)["messages"]) == 3
 
 
 def test_halves_of_a_surrogate_pair_are_joined():
@@ -139,7 +139,7 @@ CALLS = {
 @pytest.mark.parametrize("name", list(CALLS))
 def test_every_form_of_a_tool_call_is_brought_to_one(name):
     record = {"messages": [{"role": "user", "content": "a"}, CALLS[name]]}
-    (call,) = conversation_of(record).messages[1]["tool_calls"]
+    (call,) = conversation_of(record)["messages"][1]["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": {"x": 1}}
 
 
@@ -152,13 +152,13 @@ def test_results_of_tools_keep_their_call(role):
             {"role": role, "content": "r", "tool_call_id": "c1", "name": "f"},
         ]
     }
-    assert conversation_of(record).messages[2] == {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}
+    assert conversation_of(record)["messages"][2] == {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}
 
 
 @pytest.mark.parametrize("tools", [[{"name": "f"}], json.dumps([{"type": "function", "function": {"name": "f"}}])])
 def test_tool_declarations_are_wrapped(tools):
     record = {**LAYOUTS["messages"], "tools": tools}
-    assert conversation_of(record).tools == ({"type": "function", "function": {"name": "f"}},)
+    assert conversation_of(record)["tools"] == ({"type": "function", "function": {"name": "f"}},)
 
 
 REJECTED = {

@@ -48,18 +48,7 @@ NULL_CONTENT = (
 
 def rows_of(template, record, **options):
     tokenizer = toy_tokenizer(template, SPECIALS)
-    draft = conversation_of(record)
-    conversation = Conversation(
-        row_id="r",
-        source="s",
-        origin="f",
-        line=1,
-        messages=tuple(draft.messages),
-        tools=draft.tools,
-        template_options={},
-        next_turns=(),
-        repairs=(),
-    )
+    conversation = Conversation(row_id="r", source="s", origin="f", line=1, **conversation_of(record))
     convert = RowTokenizer(
         template=ChatTemplate(tokenizer, options),
         marks=None,
@@ -155,18 +144,7 @@ def test_a_call_without_text_is_null_for_a_template_that_asks_and_empty_for_one_
 def test_a_call_whose_name_is_not_printed_rejects_the_row():
     nameless = FORGETS.replace("c.function.name + ", "")
     tokenizer = toy_tokenizer(nameless, SPECIALS)
-    draft = conversation_of(TOOLS)
-    conversation = Conversation(
-        row_id="r",
-        source="s",
-        origin="f",
-        line=1,
-        messages=tuple(draft.messages),
-        tools=(),
-        template_options={},
-        next_turns=(),
-        repairs=(),
-    )
+    conversation = Conversation(row_id="r", source="s", origin="f", line=1, **{**conversation_of(TOOLS), "tools": ()})
     outcome = RowTokenizer(
         template=ChatTemplate(tokenizer, {}),
         marks=None,

@@ -43,7 +43,10 @@ class AddedTokens:
 
 
 class Boundaries:
-    """Token boundaries of one rendered text."""
+    """Token boundaries of one rendered text, whose ids `encode` gave.
+
+    `pieces` holds the ids of short pieces seen before: the texts of one tokenizer share it, and it is filled here.
+    """
 
     def __init__(
         self,
@@ -53,23 +56,13 @@ class Boundaries:
         encode: Callable[[str], list[int]],
         pieces: dict[str, list[int]],
     ) -> None:
-        """
-        Args:
-            text: the whole text.
-            ids: its token ids.
-            added: the tokenizer's added tokens.
-            encode: text to ids, as for the whole.
-            pieces: ids of short pieces seen before; shared by the texts of one tokenizer and filled here.
-        """
         self.text, self.ids, self._encode, self._pieces = text, ids, encode, pieces
         self._added = added
-        found = [match.span() for match in added.pattern.finditer(text)] if added.pattern else []
-        places = [place for place, token in enumerate(ids) if token in added.ids] if found else []
-        if len(found) != len(places):  # the tokenizer sees them otherwise than the pattern: prove by whole prefixes
-            found, places = [], []
-        self._starts = [start for start, _ in found]
-        self._ends = [end for _, end in found]
-        self._places = places
+        found = list(added.pattern.finditer(text)) if added.pattern else []
+        self._places = [place for place, token in enumerate(ids) if token in added.ids]
+        if len(found) != len(self._places):  # the tokenizer sees them otherwise: prove by whole prefixes
+            found, self._places = [], []
+        self._starts, self._ends = [match.start() for match in found], [match.end() for match in found]
 
     def at(self, num_chars: int) -> int | None:
         """The number of tokens that spell the first `num_chars` characters, or None if a token crosses that place."""
@@ -78,7 +71,12 @@ class Boundaries:
             return None  # inside an added token
         if before > 0:
             place = self._places[before - 1]
-            piece = self._piece(self.text[self._starts[before - 1] : num_chars])
+            text = self.text[self._starts[before - 1] : num_chars]
+            piece = self._pieces.get(text)
+            if piece is None:
+                piece = self._encode(text)
+                if len(text) <= _MAX_PIECE and len(self._pieces) < _MAX_CACHED:
+                    self._pieces[text] = piece
             if self.ids[place : place + len(piece)] == piece:
                 return place + len(piece)
         prefix = self._encode(self.text[:num_chars])
@@ -102,11 +100,3 @@ class Boundaries:
         stripped = start_char + len(self.text[start_char:end_char].rstrip())
         found = self.at(stripped) if stripped > start_char else None
         return self.at(end_char) if found is None else found
-
-    def _piece(self, text: str) -> list[int]:
-        found = self._pieces.get(text)
-        if found is None:
-            found = self._encode(text)
-            if len(text) <= _MAX_PIECE and len(self._pieces) < _MAX_CACHED:
-                self._pieces[text] = found
-        return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.data.records import Message, UnusableRow
@@ -37,10 +36,8 @@ def turn(raw: Any, repairs: set[str]) -> Message:
     if not isinstance(raw, dict):
         raise UnusableRow("turn is not an object", f"found {shown(raw)}")
     speaker = first_of(raw, ROLE_KEYS)
-    if speaker is None:
-        raise UnusableRow("unknown role", f"a turn has none of {', '.join(ROLE_KEYS)}")
     if not isinstance(speaker, str):
-        raise UnusableRow("unknown role", f"found {shown(speaker)}, expected text")
+        raise UnusableRow("unknown role", f"found {shown(speaker)}, expected text under {', '.join(ROLE_KEYS)}")
     role_name = speaker.strip().lower()
     role = ROLES.get(role_name)
     if role is None:
@@ -86,10 +83,8 @@ def first_of(record: dict[str, Any], keys: Iterable[str], *empty: Any) -> Any:
 
 def _content(found: Any, role: str, repairs: set[str]) -> tuple[str, str, list[Any]]:
     """Text, reasoning and tool calls of a turn's content: text, a number, or a list of parts."""
-    if found is None:
-        return "", "", []
-    if isinstance(found, str):
-        return found, "", []
+    if found is None or isinstance(found, str):
+        return found or "", "", []
     if isinstance(found, (int, float)) and not isinstance(found, bool):
         repairs.add("number taken as text")
         return json.dumps(found), "", []
@@ -213,19 +208,8 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 """GSM8K's calculator marks: `<<48/2=24>>24` says 24 twice, and nobody writes that."""
 
 
-@dataclass
-class Draft:
-    """A conversation while it is being put together."""
-
-    messages: list[Message] = field(default_factory=list)
-    tools: tuple[dict[str, Any], ...] = ()
-    template_options: dict[str, Any] = field(default_factory=dict)
-    next_turns: list[str] = field(default_factory=list)
-    repairs: set[str] = field(default_factory=set)
-
-
-def conversation_of(record: dict[str, Any]) -> Draft:
-    """Read the conversation of a record, whatever its layout, and repair it.
+def conversation_of(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `Conversation` that a record gives, whatever its layout, repaired.
 
     Layouts, the first that fits: a list of turns under one of `TURN_LISTS`; UltraChat's `data` and Spec-Bench's `turns`
     (lists of text); `prompt` (text, turns, or MT-Bench's list of text), `instruction`/`input` or `question`, each with
@@ -234,42 +218,48 @@ def conversation_of(record: dict[str, Any]) -> Draft:
     Raises:
         UnusableRow: no layout fits, or a turn cannot be read.
     """
-    draft = Draft()
-    draft.messages = [turn(item, draft.repairs) for item in _turns(record, draft)]
+    repairs: set[str] = set()
+    turns, next_turns = _turns(record)
+    messages = [turn(item, repairs) for item in turns]
     system = first_of(record, SYSTEM_KEYS, "")
-    if isinstance(system, str) and not (draft.messages and draft.messages[0]["role"] == "system"):
-        draft.messages.insert(0, {"role": "system", "content": clean(system, draft.repairs)})
-    draft.tools = tool_declarations(first_of(record, ("tools", "functions"), ""), draft.repairs)
+    if isinstance(system, str) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": clean(system, repairs)})
+    tools = tool_declarations(first_of(record, ("tools", "functions"), ""), repairs)
     options = record.get("chat_template_kwargs")
-    if options is not None:
-        if not isinstance(options, dict):
-            raise UnusableRow("bad template options", f"chat_template_kwargs is {shown(options)}, expected an object")
-        taken = sorted(RESERVED & set(options))
-        if taken:
-            raise UnusableRow("bad template options", f"chat_template_kwargs cannot set {', '.join(taken)}")
-        draft.template_options = deep_clean({k: v for k, v in options.items() if v is not None}, draft.repairs)
-    draft.messages = repair(draft.messages, draft.repairs)
-    return draft
+    if options is None:
+        options = {}
+    if not isinstance(options, dict):
+        raise UnusableRow("bad template options", f"chat_template_kwargs is {shown(options)}, expected an object")
+    taken = sorted(RESERVED & set(options))
+    if taken:
+        raise UnusableRow("bad template options", f"chat_template_kwargs cannot set {', '.join(taken)}")
+    return {
+        "messages": tuple(repair(messages, repairs)),
+        "tools": tools,
+        "template_options": deep_clean({k: v for k, v in options.items() if v is not None}, repairs),
+        "next_turns": tuple(clean(text, repairs) for text in next_turns),
+        "repairs": tuple(sorted(repairs)),
+    }
 
 
-def _turns(record: dict[str, Any], draft: Draft) -> list[Any]:
+def _turns(record: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """The turns of a record as they are, never none, and what the user says after each reply still to be written."""
     for key in TURN_LISTS:
         if record.get(key) is not None:
-            return _list_of(record[key], key)
-    for key in ("data", "turns"):
-        found = record.get(key)
-        if isinstance(found, list) and found:
-            if not _is_text_only(found):
-                return found
-            if key == "turns":
-                return _prompts(found, draft)
-            return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(found)]
+            return _list_of(record[key], key), []
     prompt = record.get("prompt")
+    for key, found in (("data", record.get("data")), ("turns", record.get("turns")), ("prompt", prompt)):
+        if not isinstance(found, list) or not found:
+            continue
+        is_text = all(isinstance(item, str) for item in found)
+        if is_text and key == "data":
+            return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(found)], []
+        if is_text:
+            return [{"role": "user", "content": found[0]}], found[1:]
+        replies = [record[name] for name in REPLY_KEYS if key == "prompt" and isinstance(record.get(name), list)]
+        return found + (replies[0] if replies else []), []
     if isinstance(prompt, list):
-        if prompt and _is_text_only(prompt):
-            return _prompts(prompt, draft)
-        turns: list[Any] = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), list)), [])
-        return [*_list_of(prompt, "prompt"), *turns]
+        raise UnusableRow("no conversation", "prompt is empty")
     reply = next((record[key] for key in REPLY_KEYS if isinstance(record.get(key), str)), None)
     if prompt is not None:
         if "canonical_solution" in record:  # HumanEval: its solution is code, not a chat reply
@@ -283,12 +273,8 @@ def _turns(record: dict[str, Any], draft: Draft) -> list[Any]:
         columns = ", ".join(sorted(map(str, record))[:8])
         hint = "; for text that is rendered already use --mode text" if "text" in record else ""
         raise UnusableRow("no conversation", f"found the columns {columns!a}, expected messages or prompt{hint}")
-    replies = [] if reply is None else [{"role": "assistant", "content": CALCULATOR.sub("", reply)}]
-    return [{"role": "user", "content": prompt}, *replies]
-
-
-def _is_text_only(items: list[Any]) -> bool:
-    return all(isinstance(item, str) for item in items)
+    answer = [] if reply is None else [{"role": "assistant", "content": CALCULATOR.sub("", reply)}]
+    return [{"role": "user", "content": prompt}, *answer], []
 
 
 def _list_of(found: Any, key: str) -> list[Any]:
@@ -302,11 +288,6 @@ def _list_of(found: Any, key: str) -> list[Any]:
     if not found:
         raise UnusableRow("no conversation", f"{key} is empty")
     return found
-
-
-def _prompts(texts: list[str], draft: Draft) -> list[Any]:
-    draft.next_turns = [clean(text, draft.repairs) for text in texts[1:]]
-    return [{"role": "user", "content": texts[0]}]
 
 
 def repair(messages: list[Message], repairs: set[str]) -> list[Message]:

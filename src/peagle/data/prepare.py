@@ -32,13 +32,11 @@ from peagle.errors import ConfigError, DataError, TemplateError
 from peagle.files import sha256_file
 
 logger = logging.getLogger(__name__)
-_TINY_SHARE = 0.01
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _CHUNK = 32
 _SMALL = 256
 """Fewer rows than this are not worth starting processes for."""
-_LOOK_EVERY_S = 0.5
 _function: Callable[[Any], Any] | None = None
 _SHOWN = 3
 
@@ -63,14 +61,14 @@ class Counts:
     def add(self, outcome: Outcome) -> None:
         """Count one row that was read."""
         self.read += 1
-        self.dropped_turns.update(outcome.dropped_turns)
-        self.repaired.update(outcome.repairs)
-        self.notes.update(outcome.notes)
-        self.rows_cut += outcome.num_cut
         self.unsupervised_tokens += outcome.num_unsupervised
         if outcome.rejected is None:
             self.kept += 1
             self.mask_from[outcome.method] += 1
+            self.dropped_turns.update(outcome.dropped_turns)
+            self.repaired.update(outcome.repairs)
+            self.notes.update(outcome.notes)
+            self.rows_cut += outcome.num_cut
             return
         self.dropped[outcome.rejected.reason] += 1
         first = self.examples.setdefault(outcome.rejected.reason, [])
@@ -123,9 +121,8 @@ def prepare(config: PrepareConfig) -> int:
         minimum_valid_tokens=config.minimum_valid_tokens,
     )
     # 2. Every row, in order.
-    counts = Counts()
+    counts, rows = Counts(), read_parts(parts, config.max_samples, config.mode)
     with RowsWriter(config.output, vocab_size) as writer:
-        rows = read_parts(parts, config.max_samples, config.mode)
         guesses = [guess_rows(part.path) if part.path is not None else config.max_samples or 1 for part in parts]
         total = max(1, min(sum(guesses), config.max_samples or sum(guesses)))
         with log.progress("prepare", total, "conversations") as meter:
@@ -170,7 +167,7 @@ def prepare(config: PrepareConfig) -> int:
         counts.read, writer.num_rows, writer.num_tokens, 100 * share, counts.kept, config.output,
         counts.dropped.total(), log.duration(seconds),
     )  # fmt: skip
-    if share < _TINY_SHARE:
+    if share < 0.01:
         logger.warning("only %.2f %% of the tokens are supervised; look at them with `peagle inspect %s`",
                        100 * share, config.output)  # fmt: skip
     return 0
@@ -319,9 +316,9 @@ def _start(function: Callable[[Any], Any]) -> None:
     _function = function
     parent = os.getppid()
 
-    def end_with_parent() -> None:  # killed, it cannot tell its workers, and they would wait for ever
+    def end_with_parent() -> None:  # a parent that was killed tells nobody: its workers would wait for ever
         while os.getppid() == parent:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

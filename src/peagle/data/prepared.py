@@ -8,7 +8,6 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from peagle.data.records import Rejected, TokenRow
@@ -17,7 +16,6 @@ from peagle.files import lock_file, whole_file, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 SUMMARY, REJECTED, REPAIRED = "summary.json", "rejected.jsonl", "repaired.jsonl"
 WORK = ".prepare.tmp"
@@ -132,9 +130,7 @@ class RowsWriter:
     def __enter__(self) -> RowsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self._close()
         except OSError:  # a full disk refuses the last bytes too; the error that brought us here is the one to tell
@@ -170,8 +166,7 @@ class RowsWriter:
 
     def repaired(self, origin: str, line: int, row_id: str, repairs: tuple[str, ...]) -> None:
         """List a row that was kept after repairs."""
-        record = {"origin": origin, "line": line, "row_id": row_id, "repairs": list(repairs)}
-        self._repaired.write(json.dumps(record) + "\n")
+        self._repaired.write(json.dumps({"origin": origin, "line": line, "row_id": row_id, "repairs": repairs}) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Save the dataset and everything beside it; the summary, written last, says that all of it is there."""
@@ -193,7 +188,10 @@ class RowsWriter:
             save_file({"frequencies": self.frequencies}, str(temporary))
         for name in (REJECTED, REPAIRED):
             (self.work / name).rename(done / name)
-        remove_prepared(self.output)
+        # What an earlier preparation left goes, the summary first, so that half a dataset never passes for a whole.
+        for pattern in (SUMMARY, *_OWN):
+            for path in self.output.glob(pattern):
+                path.unlink()
         for path in sorted(done.iterdir(), key=lambda path: (path.name != FREQUENCIES, path.name)):
             path.rename(self.output / path.name)
         write_json(self.output / SUMMARY, summary)
@@ -220,21 +218,10 @@ class RowsWriter:
         self._repaired.close()
 
 
-def remove_prepared(folder: Path) -> None:
-    """Remove what an earlier preparation left, the summary first, so that half a dataset never passes for a whole."""
-    (folder / SUMMARY).unlink(missing_ok=True)
-    for pattern in _OWN:
-        for path in folder.glob(pattern):
-            path.unlink()
-
-
 def refuse_foreign(folder: Path) -> None:
-    """Refuse to prepare into a folder where that would replace somebody else's Arrow dataset.
+    """Raise `DataError` if preparing into `folder` would replace somebody else's Arrow dataset.
 
     Ours has the token frequencies (they arrive first and go last) or, after a kill, the work folder beside them.
-
-    Raises:
-        DataError: there is one.
     """
     if any((folder / name).exists() for name in (SUMMARY, FREQUENCIES, WORK)):
         return

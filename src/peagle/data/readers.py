@@ -70,11 +70,9 @@ def _lines(handle: Any) -> Iterator[Numbered]:
 
 def _record_of(raw: bytes) -> dict[str, Any] | UnusableRow:
     try:
-        text = raw.decode("utf-8")
+        return _object(json.loads(raw.decode("utf-8")))
     except UnicodeDecodeError as error:
         return UnusableRow("not UTF-8", f"byte {error.start} is {raw[error.start]:#x}")
-    try:
-        return _object(json.loads(text))
     except RecursionError:
         return UnusableRow("broken JSON", "nested too deeply")
     except ValueError as error:
@@ -247,11 +245,10 @@ def hub_parts(name: str) -> list[HubPart] | None:
         return list(known)
     if len(known) == 1:
         return [replace(known[0], split=choice)]
-    chosen = [part for part in known if part.source == choice]
-    if not chosen:
-        names = ", ".join(part.source for part in known)
-        raise DataError(f"--data {name}: no part {choice!r}; {wanted} has {names}")
-    return chosen
+    chosen = {part.source: part for part in known}
+    if choice not in chosen:
+        raise DataError(f"--data {name}: no part {choice!r}; {wanted} has {', '.join(chosen)}")
+    return [chosen[choice]]
 
 
 def read_hub(part: HubPart) -> Iterator[Numbered]:
@@ -390,9 +387,7 @@ def _folder_parts(path: Path, name: str | None) -> list[Part]:
 def _in_order(parts: Sequence[Part], limit: int | None) -> Iterator[tuple[Part, int, dict[str, Any] | UnusableRow]]:
     """All rows part by part; with a limit, one row of each part in turn, so that no part is left out."""
     if limit is None:
-        for part in parts:
-            for line, record in part.read():
-                yield part, line, record
+        yield from ((part, line, record) for part in parts for line, record in part.read())
         return
     waiting = deque((part, part.read()) for part in parts)
     while waiting and limit > 0:
@@ -427,14 +422,6 @@ def _row(record: dict[str, Any], mode: Mode, own_id: str | None, row_ids: RowIds
         repairs: set[str] = set()
         text = clean(text, repairs)
         return TextRow(row_id=row_ids.of_content(own_id, text), **place, text=text, repairs=tuple(sorted(repairs)))
-    draft = conversation_of(record)
-    content = [draft.messages, draft.tools, draft.template_options, draft.next_turns]
-    return Conversation(
-        row_id=row_ids.of_content(own_id, content),
-        **place,
-        messages=tuple(draft.messages),
-        tools=draft.tools,
-        template_options=draft.template_options,
-        next_turns=tuple(draft.next_turns),
-        repairs=tuple(sorted(draft.repairs)),
-    )
+    fields = conversation_of(record)
+    content = [fields[name] for name in ("messages", "tools", "template_options", "next_turns")]
+    return Conversation(row_id=row_ids.of_content(own_id, content), **place, **fields)

@@ -86,7 +86,6 @@ class TokenRow:
     row_id: str
     """Stable identity: survives shuffling of the input and another number of workers."""
     source: str
-    """The data set the row came from; evaluation has one table row for each."""
     input_ids: list[int]
     """[num_tokens]"""
     loss_mask: list[int]

@@ -107,8 +107,7 @@ class ChatTemplate:
     ) -> str:
         """Render turns with a conversation's tools and options, if one is given; its options win over the run's."""
         shaped = [self._shaped(message) for message in messages]
-        rendered: str = self._apply(conversation, shaped, add_generation_prompt=add_generation_prompt, tokenize=False)
-        return rendered
+        return str(self._apply(conversation, shaped, add_generation_prompt=add_generation_prompt, tokenize=False))
 
     def tagged_mask(self, conversation: Conversation, num_messages: int) -> tuple[list[int], list[int]]:
         """Ids and assistant mask of the first `num_messages` turns, as the template's generation tags have it."""
@@ -208,8 +207,7 @@ class ChatTemplate:
         plain = {"role": "assistant", "content": _TEXT, **thought}
         pattern = re.compile(rf"({OPENING_TAG})(\s*){_THOUGHT}(\s*)({CLOSING_TAG})(\s*)(?={_TEXT})")
         for turn in (plain, {**_call(self.wants_arguments_as_text, _TEXT), **thought}):
-            found = pattern.search(self._probe([turn]) or "")
-            if found:
+            if found := pattern.search(self._probe([turn]) or ""):
                 return ThinkFormat(*found.groups())
         return None
 
@@ -217,10 +215,9 @@ class ChatTemplate:
         """These turns behind a user's, rendered as they are; None where the template refuses them."""
         turns = [{"role": "user", "content": "a"}, *messages]
         try:
-            rendered: str = self._apply(None, turns, add_generation_prompt=add_generation_prompt, tokenize=False)
+            return str(self._apply(None, turns, add_generation_prompt=add_generation_prompt, tokenize=False))
         except UnusableRow:
             return None
-        return rendered
 
 
 def use_template_file(tokenizer: Any, path: Path | None) -> None:

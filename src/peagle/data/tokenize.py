@@ -6,8 +6,8 @@ already by the template's own markers or a pattern (`TextMarks`).
 
 from __future__ import annotations
 
-import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ NO_TOKEN = "no supervised token within --seq-length"
 NO_SPAN = "no supervised token"
 TOO_SHORT = "reply too short"
 BEYOND_VOCABULARY = "id beyond the vocabulary"
-_EXAMPLE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,6 @@ class Outcome:
     dropped_turns: list[str] = field(default_factory=list)
     """Reasons for which replies of a conversation that gives a row per reply were left out, though others were kept."""
     repairs: tuple[str, ...] = ()
-    """What had to be repaired in the row."""
     notes: tuple[str, ...] = ()
     """What was unusual about its rendering."""
     method: str = ""
@@ -47,7 +45,6 @@ class Outcome:
     num_unsupervised: int = 0
     """Tokens of rows that were dropped because none of them is supervised."""
     num_cut: int = 0
-    """Rows that the length limit cut."""
     example: list[int] = field(default_factory=list)
     """The first ids of a row that was dropped because no token is supervised, to show what it looked like."""
 
@@ -108,21 +105,21 @@ class RowTokenizer:
                 dropped.append(problem)
                 if problem.reason != BEYOND_VOCABULARY:
                     num_unsupervised += len(whole.input_ids)
-                    example = example or whole.input_ids[:_EXAMPLE]
+                    example = example or whole.input_ids[:200]
         # 3. What became of it.
-        outcome = Outcome(
-            origin=row.origin, line=row.line, row_id=row.row_id, num_unsupervised=num_unsupervised, example=example
-        )
-        if not rows:
-            return replace(outcome, rejected=rejected(dropped[0], row.source, row.origin, row.line, row.row_id))
-        return replace(
-            outcome,
+        return Outcome(
+            origin=row.origin,
+            line=row.line,
+            row_id=row.row_id,
             rows=rows,
-            dropped_turns=[problem.reason for problem in dropped],
+            rejected=None if rows else rejected(dropped[0], row.source, row.origin, row.line, row.row_id),
+            dropped_turns=[problem.reason for problem in dropped] if rows else [],
             repairs=() if isinstance(row, ReadyRow) else row.repairs,
             notes=tuple(dict.fromkeys(notes)),
             method=method,
+            num_unsupervised=num_unsupervised,
             num_cut=num_cut,
+            example=example,
         )
 
     def _conversation(self, template: ChatTemplate, row: Conversation, notes: list[str]) -> list[TokenRow]:
@@ -178,10 +175,9 @@ class RowTokenizer:
         prompt = template.encode(reply.prompt)
         written = reply.text[len(reply.prompt) :]
         ids = template.encode(written)
-        decode = functools.partial(
-            template.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        if decode(prompt + ids) != decode(template.encode(reply.text)):
+        plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        decode: Callable[..., str] = template.tokenizer.decode
+        if decode(prompt + ids, **plain) != decode(template.encode(reply.text), **plain):
             detail = f"a token crosses the start of the reply in turn {reply.index + 1}, and its text cannot be split"
             raise UnusableRow("unstable template", detail)
         end = Boundaries(written, ids, template.added_tokens, template.encode, {}).end_of_turn(0, len(written))
@@ -220,13 +216,9 @@ class RowTokenizer:
 
 
 def _uncut(row: Conversation | TextRow, suffix: str, ids: list[int], mask: list[int]) -> TokenRow:
+    row_id, source = row.row_id + suffix, row.source
     return TokenRow(
-        row_id=row.row_id + suffix,
-        source=row.source,
-        input_ids=ids,
-        loss_mask=mask,
-        next_is_supervised=False,
-        tail_length=0,
+        row_id=row_id, source=source, input_ids=ids, loss_mask=mask, next_is_supervised=False, tail_length=0
     )
 
 
@@ -298,14 +290,12 @@ def text_tokens(marks: TextMarks, text: str) -> tuple[list[int], list[int]]:
     place = 0
     group = 1 if marks.pattern.groups else 0
     for start, end in (match.span(group) for match in marks.pattern.finditer(text) if match[group]):
-        while place < len(ids) and not _begins_at(text, offsets[place], start):
+        while place < len(ids) and offsets[place][0] < start:
+            first, behind = offsets[place]
+            if behind > start and text[first:start].isspace():  # only white space before it: " The" of `A: The`
+                break
             place += 1
         while place < len(ids) and offsets[place][0] < end:
             mask[place] = int(offsets[place] != (0, 0))  # the offsets of special tokens put around the text
             place += 1
     return ids, mask
-
-
-def _begins_at(text: str, offset: tuple[int, ...], start: int) -> bool:
-    """Whether a token lies behind `start`, or crosses it with only white space before it (" The" of `A: The`)."""
-    return offset[0] >= start or (offset[1] > start and text[offset[0] : start].isspace())

@@ -20,14 +20,10 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoTokenizer
 
-    _need_folder(name_or_path)
     path = Path(name_or_path)
     if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
         raise VerifierError(f"{name_or_path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, ...)")
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # tokenizers and hub clients raise bare Exceptions
-        raise VerifierError(f"{name_or_path}: the tokenizer cannot be loaded ({one_line(error)})") from None
+    return _loaded(AutoTokenizer, name_or_path, trust_remote_code, "the tokenizer cannot be loaded")
 
 
 def load_vocab_size(name_or_path: str, trust_remote_code: bool) -> int:
@@ -38,12 +34,8 @@ def load_vocab_size(name_or_path: str, trust_remote_code: bool) -> int:
     """
     from transformers import AutoConfig
 
-    _need_folder(name_or_path)
-    try:
-        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-        size = config.get_text_config().vocab_size
-    except Exception as error:
-        raise VerifierError(f"{name_or_path}: config.json gives no vocabulary size ({one_line(error)})") from None
+    config = _loaded(AutoConfig, name_or_path, trust_remote_code, "config.json gives no vocabulary size")
+    size = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int) or size < 1:
         raise VerifierError(f"{name_or_path}: config.json has vocab_size {size!r}, expected a positive number")
     return size
@@ -59,7 +51,11 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _need_folder(name_or_path: str) -> None:
+def _loaded(kind: Any, name_or_path: str, trust_remote_code: bool, problem: str) -> Any:
     looks_like_path = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1
     if looks_like_path and not Path(name_or_path).is_dir():
         raise VerifierError(f"{name_or_path}: no such folder")
+    try:
+        return kind.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # tokenizers and hub clients raise bare Exceptions
+        raise VerifierError(f"{name_or_path}: {problem} ({one_line(error)})") from None
