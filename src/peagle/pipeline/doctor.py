@@ -329,12 +329,9 @@ def _data(config: DoctorConfig, summary: dict[str, Any]) -> Iterator[Finding]:
     dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items())
     share = summary["supervised_tokens"] / max(summary["tokens"], 1)
     text = f"{summary['kept']} of {summary['read']} conversations kept, {100 * share:.0f} % of their tokens supervised"
-    if dropped:
-        yield Finding("data", "warn", f"{text}; dropped: {dropped}")
-    elif share < _FEW_SUPERVISED:
-        yield Finding("data", "warn", f"{text}: hardly anything to learn from; are the replies there?")
-    else:
-        yield Finding("data", "ok", text)
+    few = ": hardly anything to learn from; are the replies there?" if share < _FEW_SUPERVISED else ""
+    problem = f"; dropped: {dropped}" if dropped else few
+    yield Finding("data", "warn" if problem else "ok", text + problem)
     if summary.get("rows_cut"):
         cut = f"{summary['rows_cut']} of {summary['rows']} rows are cut at {config.seq_length} tokens"
         yield Finding("lengths", "warn", cut)
@@ -362,11 +359,9 @@ def sizes(
     disk = store_bytes(rows, verifier.hidden_size, 4 if verifier.dtype == "float32" else 2, num_aux)
     free = free_bytes(config.output)
     text = f"{config.max_samples:,} conversations like these: {rows.num_tokens:,} tokens, {disk / 1e9:.1f} GB of states"
-    if disk > free:
-        text += f", but {config.output} has {free / 1e9:.1f} GB free; take fewer, or another disk"
-        yield Finding("store", "fail", text)
-    else:
-        yield Finding("store", "ok", f"{text}, {free / 1e9:.1f} GB free")
+    lack = f", but {config.output} has {free / 1e9:.1f} GB free; take fewer, or another disk"
+    is_full = disk > free
+    yield Finding("store", "fail" if is_full else "ok", text + (lack if is_full else f", {free / 1e9:.1f} GB free"))
 
 
 def _why_not_run(config: DoctorConfig, verifier: VerifierConfig) -> str | None:
