@@ -25,7 +25,7 @@ from peagle import embedded, log
 from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter.checkpoint import load
 from peagle.engine import Engine, Laps, Request, Sampling
-from peagle.evaluate.counts import Counts
+from peagle.evaluate.counts import PassCounts
 from peagle.train.config import TrainConfig
 from peagle.train.run import train
 from peagle.verifier.local import TransformersVerifier
@@ -136,7 +136,7 @@ def measured(checkpoints: dict[str, str], options: argparse.Namespace) -> dict[s
         mine, lap = answers[kind], laps[kind]
         tokens = sum(len(answer.ids) for answer in mine)
         accepted = [one.num_accepted for answer in mine for one in answer.passes]
-        counts = Counts.of_passes(accepted, max(1, options.depth), tokens)
+        counts = PassCounts.of_passes(accepted, max(1, options.depth), tokens)
         found[kind] = {"tokens_per_s": tokens / seconds[kind]}
         if kind != "plain":
             found[kind] |= {

@@ -471,7 +471,7 @@ class Bench:
         from peagle.data.tokenizer import load_tokenizer
         from peagle.evaluate.config import EvaluateConfig
         from peagle.evaluate.prompts import read_items
-        from peagle.evaluate.replay_check import OffPolicy, on_the_spot
+        from peagle.evaluate.replay_check import Judge, on_the_spot
         from peagle.verifier.local import TransformersVerifier
         from peagle.verifier.weights import load_head
 
@@ -483,7 +483,7 @@ class Bench:
         verifier = TransformersVerifier(self.verifier_config, torch.float32, torch.device("cpu"))
         layers = self.decision.drafter_config().aux_layer_ids
         head = load_head(self.verifier_config).to(torch.device("cpu"), torch.float32)
-        return list(on_the_spot(verifier, layers, items, head, True, OffPolicy()))
+        return list(on_the_spot(verifier, layers, items, Judge(head)))
 
     def scores(self, drafter: Any) -> dict[str, Any]:
         """Acceptance lengths of replay on both sets of answers, and the share of passes that accept each depth."""

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from peagle.evaluate.counts import (
-    Counts,
     DatasetCounts,
     PassCost,
+    PassCounts,
     best,
     card_section,
     context_bucket,
@@ -16,7 +16,7 @@ from peagle.evaluate.counts import (
     table,
 )
 
-A, B = Counts(100, (70, 42, 21), 250), Counts(10, (1, 0, 0), 12)
+A, B = PassCounts(100, (70, 42, 21), 250), PassCounts(10, (1, 0, 0), 12)
 
 # design.md section 7: the published rows, in %, and their Average
 PUBLISHED = {
@@ -34,8 +34,8 @@ PUBLISHED = {
 
 def test_E01_the_pooled_figure_weighs_passes_and_not_requests():
     # calls / accepted tokens; two requests each
-    a = [Counts(100, (50,), 150), Counts(5, (15,), 20)]  # 150/100 and 20/5 = accepted + calls over calls
-    b = [Counts(90, (60,), 150), Counts(8, (12,), 20)]
+    a = [PassCounts(100, (50,), 150), PassCounts(5, (15,), 20)]  # 150/100 and 20/5 = accepted + calls over calls
+    b = [PassCounts(90, (60,), 150), PassCounts(8, (12,), 20)]
     pooled_a, pooled_b = pool(a, 1), pool(b, 1)
     assert pooled_a.acceptance_length == pytest.approx(170 / 105, abs=5e-4)
     assert pooled_a.acceptance_length == pytest.approx(1.619, abs=5e-4)
@@ -47,7 +47,7 @@ def test_E01_the_pooled_figure_weighs_passes_and_not_requests():
 
 
 def test_E03_nothing_drafted_gives_absent_figures_and_no_exception():
-    for counts in (Counts(0, (0, 0, 0), 0), pool([], 3), Counts.of_passes([], 3, 0)):
+    for counts in (PassCounts(0, (0, 0, 0), 0), pool([], 3), PassCounts.of_passes([], 3, 0)):
         assert counts.acceptance_length is None
         assert counts.acceptance_per_position is None
         assert counts.conditional_per_position is None
@@ -56,7 +56,7 @@ def test_E03_nothing_drafted_gives_absent_figures_and_no_exception():
 
 
 def test_E05_unconditional_and_conditional_rates_are_both_given():
-    counts = Counts(100, (70, 42, 21), 233)
+    counts = PassCounts(100, (70, 42, 21), 233)
     assert counts.acceptance_per_position == pytest.approx((0.70, 0.42, 0.21))
     assert counts.conditional_per_position == pytest.approx((0.70, 0.60, 0.50))
     assert counts.acceptance_length == pytest.approx(2.33)
@@ -65,26 +65,26 @@ def test_E05_unconditional_and_conditional_rates_are_both_given():
 
 
 def test_E06_the_verifiers_own_token_is_counted_in_the_length_only():
-    rejected = Counts.of_passes([0, 0], 3, 2)
+    rejected = PassCounts.of_passes([0, 0], 3, 2)
     assert (rejected.acceptance_length, rejected.accepted_per_pass) == (1.0, 0.0)
-    accepted = Counts.of_passes([3, 3], 3, 8)
+    accepted = PassCounts.of_passes([3, 3], 3, 8)
     assert (accepted.acceptance_length, accepted.accepted_per_pass) == (4.0, 3.0)
 
 
 def test_E07_all_rounds_of_all_chats_count():
-    counts = Counts.of_passes([4, 1, 1], 4, 9)
+    counts = PassCounts.of_passes([4, 1, 1], 4, 9)
     assert counts.accepted_per_pass == 2.0
     assert counts.accepted_per_position == (3, 1, 1, 1)
     assert counts.histogram == (0, 2, 0, 0, 1)
 
 
 def test_a_position_never_reached_has_no_conditional_rate():
-    assert Counts(4, (2, 0, 0), 0).conditional_per_position == (0.5, 0.0, None)
+    assert PassCounts(4, (2, 0, 0), 0).conditional_per_position == (0.5, 0.0, None)
 
 
 def test_different_numbers_of_drafted_tokens_are_never_pooled():
     with pytest.raises(ValueError, match="pooled"):
-        pool([Counts(1, (1,), 1), Counts(1, (1, 1), 1)], 1)
+        pool([PassCounts(1, (1,), 1), PassCounts(1, (1, 1), 1)], 1)
 
 
 def test_context_buckets_double_and_have_no_gap():
@@ -92,7 +92,7 @@ def test_context_buckets_double_and_have_no_gap():
     assert names == ["1-128", "1-128", "129-256", "129-256", "257-512", "1025-2048"]
 
 
-def made(**datasets: Counts) -> dict:
+def made(**datasets: PassCounts) -> dict:
     """As evaluation.json has it: valid JSON, without NaN."""
     found = report({name: DatasetCounts(counts, {}) for name, counts in datasets.items()})
     return json.loads(json.dumps(found, allow_nan=False))
@@ -108,7 +108,9 @@ def test_average_is_the_plain_mean_of_the_rows_and_pooled_sums_passes():
 
 
 def test_the_published_rows_give_the_published_average():
-    datasets = {name: Counts(1000, tuple(10 * share for share in shares), 0) for name, (shares, _) in PUBLISHED.items()}
+    datasets = {
+        name: PassCounts(1000, tuple(10 * share for share in shares), 0) for name, (shares, _) in PUBLISHED.items()
+    }
     found = made(**datasets)
     average = [74.9, 49.9, 31.9, 20.4, 13.1, 8.5, 5.5]
     shares = found["average"]["acceptance_per_position"]
@@ -127,7 +129,7 @@ def test_E01_every_line_of_the_table_pools_its_passes():
 
 
 def test_E03_nothing_drafted_is_null_in_json_and_a_dash_in_the_table():
-    found = made(a=Counts(0, (0, 0), 0))
+    found = made(a=PassCounts(0, (0, 0), 0))
     for part in (found["pooled"], found["average"], found["datasets"]["a"]):
         assert part["acceptance_length"] is None
         assert part["acceptance_per_position"] is None
@@ -137,7 +139,7 @@ def test_E03_nothing_drafted_is_null_in_json_and_a_dash_in_the_table():
 
 
 def test_E03_a_data_set_without_drafts_does_not_pull_the_average_down():
-    found = made(a=A, empty=Counts(0, (0, 0, 0), 0))
+    found = made(a=A, empty=PassCounts(0, (0, 0, 0), 0))
     assert found["average"]["acceptance_length"] == pytest.approx(2.33)
 
 
@@ -159,7 +161,7 @@ def test_a_model_card_shows_the_table_and_the_speed_or_says_nothing():
     text = card_section(found)
     assert "| Pooled | 70.0 | 42.0 | 21.0 | 2.330 | 100 |" in text
     assert "1.50 times" in text
-    assert card_section(None) is card_section(made(a=Counts(0, (0,), 0))) is None
+    assert card_section(None) is card_section(made(a=PassCounts(0, (0,), 0))) is None
 
 
 def test_the_docstring_example_holds():

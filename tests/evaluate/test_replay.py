@@ -9,7 +9,7 @@ from peagle.evaluate.counts import pool
 from peagle.evaluate.decode import count
 from peagle.evaluate.prompts import Item
 from peagle.evaluate.replay import Recorded, ReplayedPass, chain_logits, replay, total
-from peagle.evaluate.replay_check import Agreement, OffPolicy, choices_at, disagreement, on_the_spot, with_tails
+from peagle.evaluate.replay_check import Agreement, Judge, disagreement, on_the_spot, with_tails
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_head
@@ -44,7 +44,7 @@ def decode(verifier, drafter, asked: list[Item], depth: int, eos: list[int], sam
 
 
 def recorded_of(verifier, drafter, tailed: list[Item]) -> list[Recorded]:
-    return list(on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None, False, OffPolicy()))
+    return list(on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None))
 
 
 def taught(verifier, kind: str = "peagle", num_steps: int = 60, **changes):
@@ -129,18 +129,21 @@ def test_tokens_that_the_verifier_would_not_write_are_counted(verifier):
     head = load_head(verifier.verifier_config)
     ids = [3, 4, 5, 6, 7, 8, 3, 4]
     ((_, last),) = verifier.states([ids], (0, 1, 3))
-    off_policy = OffPolicy()
-    choices = choices_at(head, last, ids, torch.arange(2, 7), off_policy)
+    judge = Judge(head)
+    choices = judge.choices(last, ids, torch.arange(2, 7))
     logits = verifier.model(torch.tensor([ids])).logits[0]
     assert choices[2:7].tolist() == logits[2:7].argmax(-1).tolist()
     assert choices[:2].tolist() == [-1, -1]
     assert choices[7] == -1
-    assert off_policy.judged == 5
-    assert off_policy.tokens == sum(a != b for a, b in zip(choices[2:7].tolist(), ids[3:]))
-    assert "not the verifier's own" in off_policy.note
-    assert OffPolicy(0, 5).note is None
-    assert "rounding of bfloat16" in OffPolicy(1, 100, torch.bfloat16).note
-    assert "only estimates" in OffPolicy(9, 100, torch.bfloat16).note
+    assert judge.num_judged == 5
+    assert judge.num_foreign == sum(a != b for a, b in zip(choices[2:7].tolist(), ids[3:]))
+    assert "not the verifier's own" in judge.note
+    assert Judge(head).note is None
+    halved = Judge(head.to(torch.device("cpu"), torch.bfloat16))
+    halved.num_foreign, halved.num_judged = 1, 100
+    assert "rounding of bfloat16" in halved.note
+    halved.num_foreign = 9
+    assert "only estimates" in halved.note
 
 
 def test_a_tie_is_decided_as_the_recorded_answer_says(verifier):
@@ -153,7 +156,7 @@ def test_a_tie_is_decided_as_the_recorded_answer_says(verifier):
     place = next(p for p in range(39) if logits[p].argmax() in (4, 5))
     for said in (4, 5):
         ids = [said] * 40
-        assert choices_at(tied, states, ids, torch.tensor([place]), OffPolicy())[place] == said
+        assert Judge(tied).choices(states, ids, torch.tensor([place]))[place] == said
 
 
 def test_expected_counts_at_a_temperature_are_those_of_sampled_decoding(verifier):

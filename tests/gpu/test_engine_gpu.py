@@ -9,7 +9,7 @@ from peagle.engine import Engine, Request, Sampling
 from peagle.evaluate.compare import TransformersBaseline
 from peagle.evaluate.prompts import Item
 from peagle.evaluate.replay import replay
-from peagle.evaluate.replay_check import OffPolicy, disagreement, on_the_spot, with_tails
+from peagle.evaluate.replay_check import disagreement, on_the_spot, with_tails
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_head
@@ -40,9 +40,7 @@ def test_greedy_ids_are_the_verifiers_own_and_replay_counts_alike(tmp_path, kind
     own = TransformersBaseline(verifier.model, [2], greedy)
     assert [answer.ids for answer in answers] == [own.generate([request])[0] for request in requests]
     tailed = with_tails(items, answers, verifier, 4, 4)
-    for recorded, answer in zip(
-        on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None, True, OffPolicy()), answers
-    ):
+    for recorded, answer in zip(on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None), answers):
         assert disagreement(recorded, replay(drafter, None, recorded, 4, greedy), answer, torch.float32) is None
 
 
@@ -56,6 +54,6 @@ def test_sampling_and_its_replay_run_on_the_device(tmp_path):
     answers = Engine(verifier.model, drafter, 4, [], sampling, 3).generate([Request(i.prompt_ids, 20) for i in items])
     head = load_head(verifier.verifier_config).to("cuda", torch.float32)
     tailed = with_tails(items, answers, verifier, 4, 4)
-    for recorded in on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None, False, OffPolicy()):
+    for recorded in on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None):
         counts = replay(drafter, head, recorded, 4, sampling).by_context
         assert sum(one.num_drafts for one in counts.values()) > 0

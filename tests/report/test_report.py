@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from peagle.errors import DataError
-from peagle.evaluate.counts import Counts, DatasetCounts
+from peagle.evaluate.counts import DatasetCounts, PassCounts
 from peagle.evaluate.counts import report as acceptance
 from peagle.report.config import ReportConfig
 from peagle.report.data import collect
@@ -23,12 +23,12 @@ def write_run(folder, accepted=(800, 500, 300), with_speed=True):
     """A run folder as the commands leave it: evaluation, checkpoint, metrics, manifest."""
     checkpoint = folder / "checkpoints" / "checkpoint_best"
     checkpoint.mkdir(parents=True)
-    halves = {"1-128": Counts(400, tuple(a * 0.4 for a in accepted), 0)}
-    halves["129-256"] = Counts(600, tuple(a * 0.6 for a in accepted), 0)
+    halves = {"1-128": PassCounts(400, tuple(a * 0.4 for a in accepted), 0)}
+    halves["129-256"] = PassCounts(600, tuple(a * 0.6 for a in accepted), 0)
     found = acceptance(
         {
-            "qa": DatasetCounts(Counts(1000, accepted, 2600), halves),
-            "a|b <c>": DatasetCounts(Counts(10, (5, 2, 1), 20), {}),
+            "qa": DatasetCounts(PassCounts(1000, accepted, 2600), halves),
+            "a|b <c>": DatasetCounts(PassCounts(10, (5, 2, 1), 20), {}),
         }
     )
     found |= {
@@ -203,7 +203,7 @@ def test_one_evaluation_named_twice_is_one_column_and_equal_names_get_numbers(tm
 
 def test_nothing_drafted_shows_dashes_not_zeros(tmp_path):
     run = write_run(tmp_path / "run", with_speed=False)
-    found = acceptance({"qa": DatasetCounts(Counts(0, (0, 0, 0), 5), {})})
+    found = acceptance({"qa": DatasetCounts(PassCounts(0, (0, 0, 0), 5), {})})
     (run / "evaluation.json").write_text(json.dumps(found))
     report(ReportConfig(folders=[str(run)], output=tmp_path / "out", title=None))
     assert "| qa | - | - | - | - | 0 |" in (tmp_path / "out" / "report.md").read_text()

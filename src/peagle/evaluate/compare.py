@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from peagle import log
-from peagle.engine import Answer, Engine, Laps, Request, Sampling
+from peagle.engine import Answer, Engine, Laps, Request, Sampling, common_prefix
 
 TIE_GAP = 1e-4
 """Two logits closer than this are a tie: a pass over several tokens may round it another way than one over a single."""
@@ -80,21 +80,9 @@ class Comparison:
     """The drafting engine's, in order."""
     own_ids: list[list[int]]
     """Transformers' own answers."""
-    plain_ids: list[list[int]]
-    """Of the engine without a drafter."""
-    seconds: dict[str, float]
-    """By decoder: "drafter", "engine", "transformers"."""
+    tokens_per_s: dict[str, float | None]
+    """Prefill included, by decoder: "drafter", "engine" (without a drafter), "transformers"."""
     laps: Laps
-
-    def tokens_per_s(self, name: str) -> float | None:
-        """Generated tokens of a decoder over its seconds, prefill included."""
-        ids = {
-            "drafter": [answer.ids for answer in self.answers],
-            "engine": self.plain_ids,
-            "transformers": self.own_ids,
-        }
-        tokens = sum(map(len, ids[name]))
-        return tokens / self.seconds[name] if self.seconds[name] > 0 and tokens else None
 
 
 def compare(
@@ -109,7 +97,7 @@ def compare(
     """
     decoders: dict[str, Callable[[Sequence[Request]], list[Any]]] = {
         "drafter": drafting.generate,
-        "engine": lambda batch: [answer.ids for answer in plain.generate(batch)],
+        "engine": plain.generate,
         "transformers": own.generate,
     }
     warm_up = [
@@ -131,29 +119,23 @@ def compare(
     laps = Laps()
     for batch in batches[:_LAP_BATCHES]:
         drafting.generate(batch, laps)
-    return Comparison(
-        answers=answers["drafter"],
-        own_ids=answers["transformers"],
-        plain_ids=answers["engine"],
-        seconds=seconds,
-        laps=laps,
-    )
+    ids = {name: [one if name == "transformers" else one.ids for one in some] for name, some in answers.items()}
+    rates = {name: sum(map(len, ids[name])) / seconds[name] if seconds[name] > 0 else None for name in names}
+    return Comparison(answers=answers["drafter"], own_ids=ids["transformers"], tokens_per_s=rates, laps=laps)
 
 
 def differences(
-    model: Any, requests: Sequence[Request], ids: Sequence[list[int]], own_ids: Sequence[list[int]]
+    model: Any, requests: Sequence[Request], answer_ids: Sequence[list[int]], own_ids: Sequence[list[int]]
 ) -> list[Difference]:
     """Compare greedy answers with the verifier's own, and show the logit gap wherever one differs."""
     differing = []
-    for index, (request, ours, own) in enumerate(zip(requests, ids, own_ids)):
+    for index, (request, ours, own) in enumerate(zip(requests, answer_ids, own_ids)):
         if ours == own:
             continue
-        shorter = min(len(ours), len(own))
-        place = next((i for i in range(shorter) if ours[i] != own[i]), shorter)
-        token = ours[place] if place < len(ours) else -1
-        own_token = own[place] if place < len(own) else -1
+        place = common_prefix(ours, own)
+        token, own_token = ([*ids, -1][place] for ids in (ours, own))
         logits = next_logits(model, [*request.prompt_ids, *own[:place]])
-        gap = None if place == shorter else float(logits[own_token] - logits[token])
+        gap = None if -1 in (token, own_token) else float(logits[own_token] - logits[token])
         differing.append(
             Difference(
                 index=index,
@@ -203,29 +185,21 @@ class TransformersBaseline:
         for row, request in enumerate(requests):
             ids[row, width - len(request.prompt_ids) :] = torch.tensor(list(request.prompt_ids))
             seen[row, width - len(request.prompt_ids) :] = 1
-        settings: dict[str, Any] = {"do_sample": False}
+        settings: dict[str, Any] = {}
         if not self._sampling.is_greedy:
-            settings = {
-                "do_sample": True,
-                "temperature": self._sampling.temperature,
-                "top_p": self._sampling.top_p,
-                "top_k": 0,
-            }
+            settings = {"temperature": self._sampling.temperature, "top_p": self._sampling.top_p, "top_k": 0}
         config = GenerationConfig(
             max_new_tokens=max(request.max_new_tokens for request in requests),
             eos_token_id=self._eos or None,
             pad_token_id=pad,
             use_cache=True,
+            do_sample=not self._sampling.is_greedy,
             **settings,
         )
         with torch.inference_mode(), _no_defaults(self._model):
             out = self._model.generate(ids.to(device), attention_mask=seen.to(device), generation_config=config)
-        lines = out[:, width:].tolist()
-        return [self._cut(line[: request.max_new_tokens]) for line, request in zip(lines, requests)]
-
-    def _cut(self, ids: list[int]) -> list[int]:
-        end = next((place for place, token in enumerate(ids) if token in self._eos), len(ids) - 1)
-        return ids[: end + 1]
+        answers = [line[: request.max_new_tokens] for line, request in zip(out[:, width:].tolist(), requests)]
+        return [ids[: next((i + 1 for i, token in enumerate(ids) if token in self._eos), None)] for ids in answers]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ all passes of all its answers; no figure here is a mean of per-answer means.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 CONVENTION = (
@@ -20,7 +20,7 @@ SMALLEST_CONTEXT_BUCKET = 128
 
 
 @dataclass(frozen=True)
-class Counts:
+class PassCounts:
     """Sums over verifier passes. Expected counts (replay at temperature > 0) are not whole numbers."""
 
     num_drafts: float
@@ -77,7 +77,7 @@ class Counts:
         return tuple(a - b for a, b in zip(at_least, (*self.accepted_per_position, 0)))
 
     @staticmethod
-    def of_passes(accepted: Sequence[int], num_speculative_tokens: int, num_generated_tokens: int) -> Counts:
+    def of_passes(accepted: Sequence[int], num_speculative_tokens: int, num_generated_tokens: int) -> PassCounts:
         """Count accepted tokens, pass by pass.
 
         Args:
@@ -89,29 +89,29 @@ class Counts:
             [4, 1, 1] with K = 4: 3 passes, accepted (3, 1, 1, 1), 2.0 per pass, acceptance length 3.0.
         """
         per_position = (sum(count > k for count in accepted) for k in range(num_speculative_tokens))
-        return Counts(len(accepted), tuple(per_position), num_generated_tokens)
+        return PassCounts(len(accepted), tuple(per_position), num_generated_tokens)
 
 
-def pool(parts: Iterable[Counts], num_speculative_tokens: int) -> Counts:
+def pool(parts: Iterable[PassCounts], num_speculative_tokens: int) -> PassCounts:
     """Add counts up; the sum of nothing has all zeros."""
-    num_drafts: float = 0
-    generated = 0
-    per_position: list[float] = [0] * num_speculative_tokens
+    sums = PassCounts(0, (0,) * num_speculative_tokens, 0)
     for part in parts:
         if part.num_speculative_tokens != num_speculative_tokens:
             raise ValueError(f"{part.num_speculative_tokens} drafted per pass pooled with {num_speculative_tokens}")
-        num_drafts += part.num_drafts
-        generated += part.num_generated_tokens
-        per_position = [a + b for a, b in zip(per_position, part.accepted_per_position)]
-    return Counts(num_drafts, tuple(per_position), generated)
+        sums = PassCounts(
+            sums.num_drafts + part.num_drafts,
+            tuple(a + b for a, b in zip(sums.accepted_per_position, part.accepted_per_position)),
+            sums.num_generated_tokens + part.num_generated_tokens,
+        )
+    return sums
 
 
 @dataclass(frozen=True)
 class DatasetCounts:
     """The counts of one data set, whole and by context length."""
 
-    total: Counts
-    by_context: Mapping[str, Counts]
+    total: PassCounts
+    by_context: Mapping[str, PassCounts]
     """Context bucket (see `context_bucket`) -> counts of the passes that started in it; empty where not known."""
 
 
@@ -123,19 +123,33 @@ def context_bucket(num_known_tokens: int) -> str:
     return f"{low}-{high}"
 
 
-def pool_contexts(datasets: Sequence[DatasetCounts], num_speculative_tokens: int) -> dict[str, Counts]:
-    """Pool the context buckets of several data sets, shortest contexts first."""
-    names = {name for dataset in datasets for name in dataset.by_context}
-    return {
-        name: pool([d.by_context[name] for d in datasets if name in d.by_context], num_speculative_tokens)
-        for name in sorted(names, key=lambda name: int(name.split("-")[0]))
-    }
+def count_by_context(passes: Iterable[tuple[int, int]], num_speculative_tokens: int) -> dict[str, PassCounts]:
+    """Count passes, each as (tokens known before it, drafted tokens accepted), by context bucket."""
+    accepted: dict[str, list[int]] = {}
+    for num_known, num_accepted in passes:
+        accepted.setdefault(context_bucket(num_known), []).append(num_accepted)
+    return {name: PassCounts.of_passes(some, num_speculative_tokens, 0) for name, some in accepted.items()}
+
+
+def pool_contexts(parts: Sequence[Mapping[str, PassCounts]], num_speculative_tokens: int) -> dict[str, PassCounts]:
+    """Pool the counts of several answers or data sets by context bucket."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: pool([part[name] for part in parts if name in part], num_speculative_tokens) for name in names}
+
+
+def count_dataset(
+    parts: Sequence[Mapping[str, PassCounts]], num_generated_tokens: int, num_speculative_tokens: int
+) -> DatasetCounts:
+    """Add up the counts by context of a data set's answers."""
+    contexts = pool_contexts(parts, num_speculative_tokens)
+    total = pool(contexts.values(), num_speculative_tokens)
+    return DatasetCounts(replace(total, num_generated_tokens=num_generated_tokens), contexts)
 
 
 # Counts as the figures of evaluation.json, and those as the field's table.
 
 
-def figures(counts: Counts) -> dict[str, Any]:
+def figures(counts: PassCounts) -> dict[str, Any]:
     """One data set's figures as JSON: null, never 0 or NaN, where nothing was drafted."""
     per_position = counts.acceptance_per_position
     conditional = counts.conditional_per_position
@@ -165,6 +179,7 @@ def report(datasets: Mapping[str, DatasetCounts]) -> dict[str, Any]:
     totals = [dataset.total for dataset in datasets.values()]
     depth = totals[0].num_speculative_tokens if totals else 0
     pooled = pool(totals, depth)
+    contexts = pool_contexts([dataset.by_context for dataset in datasets.values()], depth)
     by_name = {name: figures(dataset.total) for name, dataset in datasets.items()}
     drafted = [one for one in by_name.values() if one["acceptance_length"] is not None]
     columns = zip(*(one["acceptance_per_position"] for one in drafted))
@@ -180,7 +195,7 @@ def report(datasets: Mapping[str, DatasetCounts]) -> dict[str, Any]:
         "average": average,
         "datasets": by_name,
         "by_context_length": {
-            name: figures(counts) for name, counts in pool_contexts(list(datasets.values()), depth).items()
+            name: figures(contexts[name]) for name in sorted(contexts, key=lambda name: int(name.split("-")[0]))
         },
     }
 
@@ -215,13 +230,8 @@ def percent(share: float | None) -> str:
 def markdown_table(evaluation: Mapping[str, Any]) -> list[str]:
     """`table` in Markdown, with the convention below it."""
     head, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table(evaluation))
-    return [
-        head,
-        "|---" + "|---:" * (head.count(" | ")) + "|",
-        *rows,
-        "",
-        str(evaluation.get("convention", CONVENTION)),
-    ]
+    align = "|---" + "|---:" * (head.count(" | ")) + "|"
+    return [head, align, *rows, "", str(evaluation.get("convention", CONVENTION))]
 
 
 def card_section(evaluation: Mapping[str, Any] | None) -> str | None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from peagle import log
 from peagle.drafter.network import Drafter
-from peagle.engine import Answer, Engine, Request, Sampling
+from peagle.engine import Answer, Engine, Request
 from peagle.evaluate.compare import Comparison, Difference, TransformersBaseline, compare, differences
-from peagle.evaluate.counts import Counts, DatasetCounts, context_bucket
+from peagle.evaluate.config import EvaluateConfig
+from peagle.evaluate.counts import DatasetCounts, count_by_context, count_dataset
 from peagle.evaluate.prompts import Item, by_source, in_turn
 from peagle.verifier.local import TransformersVerifier
 
@@ -36,10 +37,7 @@ def decode(
     items: Sequence[Item],
     depth: int,
     eos_token_ids: Sequence[int],
-    sampling: Sampling,
-    batch_size: int,
-    num_timed: int,
-    num_checked: int,
+    config: EvaluateConfig,
 ) -> Decoded:
     """Decode the items.
 
@@ -48,25 +46,23 @@ def decode(
         items: prompts and limits.
         depth: drafted tokens per pass.
         eos_token_ids: tokens that end an answer.
-        sampling: how tokens are chosen.
-        batch_size: prompts side by side.
-        num_timed: so many items, of each data set in turn, are decoded plainly beside the drafter.
-        num_checked: so many answers in all are compared with the verifier's own.
+        config: sampling, prompts side by side, how many are timed and checked.
     """
     # 1. which items are timed beside plain decoding, and which are checked
     requests = [Request(item.prompt_ids, item.limit) for item in items]
     order = in_turn([item.source for item in items])
-    timed, checked = order[:num_timed], order[: max(num_timed, num_checked)] if sampling.is_greedy else []
-    engine = Engine(verifier.model, drafter, depth, eos_token_ids, sampling, batch_size)
-    baseline = TransformersBaseline(verifier.model, eos_token_ids, sampling)
+    timed = order[: config.compare_samples]
+    checked = order[: max(config.compare_samples, config.check_samples)] if config.is_greedy else []
+    engine = Engine(verifier.model, drafter, depth, eos_token_ids, config, config.batch_size)
+    baseline = TransformersBaseline(verifier.model, eos_token_ids, config)
     answers: dict[int, Answer] = {}
     own_ids: dict[int, list[int]] = {}
 
     # 2. the timed ones, in turns with plain decoding
     comparison = None
     if timed:
-        plain = Engine(verifier.model, None, 0, eos_token_ids, sampling, batch_size)
-        comparison = compare(engine, plain, baseline, [requests[i] for i in timed], batch_size)
+        plain = Engine(verifier.model, None, 0, eos_token_ids, config, config.batch_size)
+        comparison = compare(engine, plain, baseline, [requests[i] for i in timed], config.batch_size)
         answers.update(zip(timed, comparison.answers))
         own_ids.update(zip(timed, comparison.own_ids))
 
@@ -99,14 +95,7 @@ def count(items: Sequence[Item], answers: Sequence[Answer], depth: int) -> dict[
     """Add up the passes, per data set."""
     datasets = {}
     for source, places in by_source(items).items():
+        passes = [(one.num_known, one.num_accepted) for place in places for one in answers[place].passes]
         generated = sum(len(answers[place].ids) for place in places)
-        accepted: list[int] = []
-        by_context: dict[str, list[int]] = {}
-        for one in (one for place in places for one in answers[place].passes):
-            accepted.append(one.num_accepted)
-            by_context.setdefault(context_bucket(one.num_known), []).append(one.num_accepted)
-        datasets[source] = DatasetCounts(
-            Counts.of_passes(accepted, depth, generated),
-            {name: Counts.of_passes(some, depth, 0) for name, some in by_context.items()},
-        )
+        datasets[source] = count_dataset([count_by_context(passes, depth)], generated, depth)
     return datasets

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,10 +92,9 @@ def read_items(config: EvaluateConfig, tokenizer: Any, max_tokens: int) -> Read:
     """
     read = Read()
     rows = _prepared_rows(config, read) if config.data_path is not None else _data_rows(config, tokenizer, read)
-    for row, is_prompt in rows:
-        items = [_prompt_item(row, config)] if is_prompt else replies(row, config)
+    for row_id, items in rows:
         if not items:
-            read.drop(row.row_id, "no reply to measure")
+            read.drop(row_id, "no reply to measure")
         for item in items:
             longest = max_tokens - item.start
             if longest < 1:
@@ -102,17 +102,6 @@ def read_items(config: EvaluateConfig, tokenizer: Any, max_tokens: int) -> Read:
             else:
                 read.items.append(item if item.limit <= longest else item.limited(longest))
     return read
-
-
-def _prompt_item(row: TokenRow, config: EvaluateConfig) -> Item:
-    return Item(
-        row_id=row.row_id,
-        source=row.source,
-        prompt_ids=row.input_ids,
-        recorded_ids=None,
-        tail_ids=[],
-        limit=config.max_new_tokens or DEFAULT_LIMIT,
-    )
 
 
 def replies(row: TokenRow, config: EvaluateConfig) -> list[Item]:
@@ -140,13 +129,11 @@ def reply_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
     Example:
         0 1 1 0 1 gives (1, 3) and (4, 5).
     """
-    spans, start = [], None
-    for place, value in enumerate([*loss_mask, 0]):
-        if value and start is None:
-            start = place
-        elif not value and start is not None:
+    spans, place = [], 0
+    for value, run in itertools.groupby(loss_mask):
+        start, place = place, place + len(list(run))
+        if value:
             spans.append((start, place))
-            start = None
     return spans
 
 
@@ -158,29 +145,27 @@ def by_source(items: Sequence[Item]) -> dict[str, list[int]]:
     return places
 
 
-def _prepared_rows(config: EvaluateConfig, read: Read) -> Iterator[tuple[TokenRow, bool]]:
-    """Rows, and for each whether it is a prompt alone."""
+def _prepared_rows(config: EvaluateConfig, read: Read) -> Iterator[tuple[str, list[Item]]]:
+    """Row ids, with the items of each row."""
     assert config.data_path is not None
     prepared = load_prepared(config.data_path)
     places = list(range(len(prepared)))
     if config.max_samples is not None:
-        places = in_turn([str(source) for source in prepared.table["source"]])[: config.max_samples]
+        places = in_turn(list(map(str, prepared.table["source"])))[: config.max_samples]
     for place in places:
         read.read += 1
-        yield prepared.row(place), False
+        row = prepared.row(place)
+        yield row.row_id, replies(row, config)
 
 
 def in_turn(sources: Sequence[str]) -> list[int]:
     """Indices, one of each source in turn."""
-    seen: Counter[str] = Counter()
-    ranks = []
-    for index, source in enumerate(sources):
-        ranks.append((seen[source], index))
-        seen[source] += 1
-    return [index for _, index in sorted(ranks)]
+    counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    ranks = [next(counters[source]) for source in sources]
+    return sorted(range(len(sources)), key=ranks.__getitem__)
 
 
-def _data_rows(config: EvaluateConfig, tokenizer: Any, read: Read) -> Iterator[tuple[TokenRow, bool]]:
+def _data_rows(config: EvaluateConfig, tokenizer: Any, read: Read) -> Iterator[tuple[str, list[Item]]]:
     """See `_prepared_rows`."""
     use_template_file(tokenizer, config.chat_template)
     specs = []
@@ -197,24 +182,22 @@ def _data_rows(config: EvaluateConfig, tokenizer: Any, read: Read) -> Iterator[t
         if isinstance(item, Rejected):
             read.drop(where, item.reason)
         elif isinstance(item, ReadyRow):
-            yield item.tokens, False
+            yield item.tokens.row_id, replies(item.tokens, config)
         elif isinstance(item, Conversation) and item.opening().is_prompt:
             try:
                 prompt_ids = render_prompt(tokenizer, item.opening())
             except UnusableRow as problem:
                 read.drop(where, problem.reason)
                 continue
-            yield (
-                TokenRow(
-                    row_id=item.row_id,
-                    source=item.source,
-                    input_ids=prompt_ids,
-                    loss_mask=[0] * len(prompt_ids),
-                    next_is_supervised=False,
-                    tail_length=0,
-                ),
-                True,
+            prompt = Item(
+                row_id=item.row_id,
+                source=item.source,
+                prompt_ids=prompt_ids,
+                recorded_ids=None,
+                tail_ids=[],
+                limit=config.max_new_tokens or DEFAULT_LIMIT,
             )
+            yield item.row_id, [prompt]
         else:
             read.drop(where, "no user turn to answer")
 
@@ -239,10 +222,9 @@ def check_pair(config: DrafterConfig, verifier: VerifierConfig, tokenizer: Any) 
     if config.verifier == verifier.name_or_path:
         return None
     try:
-        trained_with = load_tokenizer(config.verifier, verifier.trust_remote_code)
+        difference = token_difference(load_tokenizer(config.verifier, verifier.trust_remote_code), tokenizer)
     except PeagleError:
         return f"the drafter was trained for {config.verifier}, which is not here: its tokens were not compared"
-    difference = token_difference(trained_with, tokenizer)
     if difference is not None:
         raise CheckpointError(
             f"the drafter was trained for {config.verifier}, whose tokens are not those of {verifier.name_or_path}: "

@@ -14,15 +14,15 @@ These sums are the expected counts of sampled decoding, without its noise.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from peagle.drafter.network import Drafter
-from peagle.engine import Sampling, probabilities
-from peagle.evaluate.counts import Counts, DatasetCounts, context_bucket, pool
+from peagle.engine import Sampling, common_prefix, probabilities
+from peagle.evaluate.counts import DatasetCounts, PassCounts, context_bucket, count_by_context, count_dataset
 from peagle.verifier.weights import VerifierHead
 
 Blocks = Iterator[tuple[Tensor, Tensor]]
@@ -76,7 +76,7 @@ class Replayed:
     """Empty at temperature > 0."""
     num_unjudged: int
     """Passes left out because their draft runs past what is known: the answer has no tail."""
-    by_context: dict[str, Counts]
+    by_context: dict[str, PassCounts]
     """Counts of the judged passes, by context bucket."""
 
 
@@ -90,8 +90,7 @@ def replay(drafter: Drafter, head: VerifierHead | None, recorded: Recorded, dept
         depth: drafted tokens per pass.
         sampling: greedy, or the temperature and top-p under which the answer was sampled.
     """
-    num_passes_at_most = recorded.end - recorded.start - 1
-    if num_passes_at_most < 1:
+    if recorded.end - recorded.start < 2:  # the prefill gave the whole answer
         return Replayed([], 0, {})
     device = drafter.fc.weight.device
     ids = torch.tensor(recorded.ids, device=device)
@@ -120,17 +119,15 @@ def _greedy(recorded: Recorded, best: list[Best], depth: int) -> Replayed:
     # the verifier's choice of x_{p+1}, for each p
     choices = recorded.ids[1:] if recorded.choice_ids is None else recorded.choice_ids.tolist()
     passes, unjudged = [], 0
-    by_context: dict[str, list[int]] = {}
     known = recorded.start + 1  # the prompt, and the token that its prefill gave
     while known < recorded.end:
         top_ids, top_logits = best[known - 1 - recorded.start]
         wanted = choices[known - 1 : known - 1 + depth]
         drafted = tuple(ids[0] for ids in top_ids)
-        accepted = next((k for k, (one, other) in enumerate(zip(drafted, wanted)) if one != other), len(wanted))
+        accepted = common_prefix(drafted, wanted)
         if len(wanted) < depth or -1 in wanted:
             unjudged += 1
         else:
-            by_context.setdefault(context_bucket(known), []).append(accepted)
             passes.append(
                 ReplayedPass(
                     num_known=known,
@@ -142,8 +139,7 @@ def _greedy(recorded: Recorded, best: list[Best], depth: int) -> Replayed:
                 )
             )
         known += accepted + 1
-    counts = {name: Counts.of_passes(some, depth, 0) for name, some in by_context.items()}
-    return Replayed(passes, unjudged, counts)
+    return Replayed(passes, unjudged, count_by_context([(one.num_known, one.num_accepted) for one in passes], depth))
 
 
 def _expect(
@@ -190,19 +186,16 @@ def _expect(
             chance[place + k + 1] += reached * (1 - weights[k])
             reached *= weights[k]
         chance[place + depth + 1] += reached
-    return Replayed([], unjudged, {name: Counts(s[0], tuple(s[1:]), 0) for name, s in sums.items()})
+    return Replayed([], unjudged, {name: PassCounts(s[0], tuple(s[1:]), 0) for name, s in sums.items()})
 
 
 def total(replayed: list[tuple[Recorded, Replayed]], depth: int) -> dict[str, DatasetCounts]:
     """Add up, per data set."""
-    datasets: dict[str, DatasetCounts] = {}
+    datasets = {}
     for source in dict.fromkeys(recorded.source for recorded, _ in replayed):
         mine = [(recorded, one.by_context) for recorded, one in replayed if recorded.source == source]
-        names = dict.fromkeys(name for _, by_context in mine for name in by_context)
-        contexts = {name: pool([by[name] for _, by in mine if name in by], depth) for name in names}
         generated = sum(recorded.end - recorded.start for recorded, _ in mine)
-        whole = pool(contexts.values(), depth)
-        datasets[source] = DatasetCounts(replace(whole, num_generated_tokens=generated), contexts)
+        datasets[source] = count_dataset([by_context for _, by_context in mine], generated, depth)
     return datasets
 
 

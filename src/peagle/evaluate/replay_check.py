@@ -13,7 +13,7 @@ from torch import Tensor
 from peagle import log
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
-from peagle.engine import Answer, Engine, Request, Sampling
+from peagle.engine import Answer, Engine, Request, Sampling, common_prefix
 from peagle.errors import DataError, StoreError
 from peagle.evaluate.compare import TIE_GAP, LogitGap, dtype_name
 from peagle.evaluate.config import EvaluateConfig
@@ -65,12 +65,7 @@ class Agreement:
 
 
 def replay_recorded(
-    config: EvaluateConfig,
-    verifier_config: VerifierConfig,
-    drafter: Drafter,
-    items: Sequence[Item],
-    depth: int,
-    sampling: Sampling,
+    config: EvaluateConfig, verifier_config: VerifierConfig, drafter: Drafter, items: Sequence[Item], depth: int
 ) -> tuple[list[tuple[Recorded, Replayed]], list[str]]:
     """Replay the answers on record.
 
@@ -90,23 +85,23 @@ def replay_recorded(
     # 1. where the answers' states come from
     weight = drafter.fc.weight
     head = load_head(verifier_config).to(weight.device, weight.dtype)
-    off_policy = OffPolicy(dtype=weight.dtype)
+    judge = Judge(head)
     source: Iterable[Recorded]
     if config.hidden_states_path is not None:
         reader = open_store(config.hidden_states_path, drafter.config)
-        source = from_store(reader, items, head, sampling.is_greedy, off_policy)
+        source = from_store(reader, items, judge if config.is_greedy else None)
     else:
         verifier = TransformersVerifier(verifier_config, weight.dtype, weight.device)
-        source = on_the_spot(verifier, drafter.config.aux_layer_ids, items, head, sampling.is_greedy, off_policy)
+        source = on_the_spot(verifier, drafter.config.aux_layer_ids, items, judge if config.is_greedy else None)
     # 2. replay, keeping of each answer only what counting needs: not the states
     replayed = []
     with log.progress("replay", len(items), "answers") as meter:
         for recorded in source:
             bare = replace(recorded, aux_states=recorded.aux_states[:0].clone(), choice_ids=None, last_states=None)
-            replayed.append((bare, replay(drafter, head, recorded, depth, sampling)))
+            replayed.append((bare, replay(drafter, head, recorded, depth, config)))
             meter.advance(1)
     # 3. what limits the figures
-    notes = [] if off_policy.note is None else [off_policy.note]
+    notes = [] if judge.note is None else [judge.note]
     unjudged = sum(one.num_unjudged for _, one in replayed)
     if unjudged:
         notes.append(
@@ -123,17 +118,15 @@ def replay_decoded(
     items: Sequence[Item],
     answers: Sequence[Answer],
     depth: int,
-    sampling: Sampling,
 ) -> Agreement:
     """Replay what was decoded, greedily, and compare pass by pass.
 
     Args:
-        verifier, drafter: the pair.
+        verifier, drafter: the verifier, and a drafter that was trained for it.
         store: stored states of the items' rows; used where the decoded answer is the recorded one. None: the verifier
             computes all states anew.
         items, answers: what was decoded.
         depth: drafted tokens per pass.
-        sampling: greedy.
     """
     stored = [
         place
@@ -142,19 +135,18 @@ def replay_decoded(
     ]
     fresh = sorted(set(range(len(items))) - set(stored))
     tailed = with_tails([items[i] for i in fresh], [answers[i] for i in fresh], verifier, depth, _TAIL_BATCH)
-    layers = drafter.config.aux_layer_ids
     sources: list[tuple[list[int], Iterable[Recorded]]] = [
-        (fresh, on_the_spot(verifier, layers, tailed, None, True, OffPolicy()))
+        (fresh, on_the_spot(verifier, drafter.config.aux_layer_ids, tailed, None))
     ]
     if store is not None and stored:
-        head = load_head(verifier.verifier_config).to(verifier.device, verifier.dtype)
-        sources.append((stored, from_store(store, [items[i] for i in stored], head, True, OffPolicy())))
+        judge = Judge(load_head(verifier.verifier_config).to(verifier.device, verifier.dtype))
+        sources.append((stored, from_store(store, [items[i] for i in stored], judge)))
     disagreements: list[Disagreement] = []
     num_passes = 0
     with log.progress("replay what was decoded", len(items), "answers") as meter:
         for places, records in sources:
             for place, recorded in zip(places, records):
-                replayed = replay(drafter, None, recorded, depth, sampling)
+                replayed = replay(drafter, None, recorded, depth, Sampling())
                 num_passes += len(replayed.passes)
                 differing = disagreement(recorded, replayed, answers[place], drafter.fc.weight.dtype)
                 if differing is not None:
@@ -169,25 +161,25 @@ def disagreement(recorded: Recorded, replayed: Replayed, answer: Answer, dtype: 
     A replay without a tail cannot judge the last passes; those it left out are not compared.
     """
     decoded = answer.passes[: len(answer.passes) - replayed.num_unjudged]
+    known, gap, largest = recorded.end, None, 0.0
+    decoded_ids: tuple[int, ...] = ()
+    replayed_ids: tuple[int, ...] = ()
     for ours, theirs in zip(replayed.passes, decoded):
-        if (ours.num_known, ours.num_accepted) == (theirs.num_known, theirs.num_accepted):
-            continue
-        place = next((k for k, (a, b) in enumerate(zip(ours.draft_ids, theirs.draft_ids)) if a != b), None)
-        gap, largest = None, 0.0
-        if place is not None:
-            gap = dict(zip(ours.runner_up_ids[place], ours.runner_up_gaps[place])).get(theirs.draft_ids[place])
-            largest = ours.best_logits[place]
-        known, drafts = ours.num_known, (theirs.draft_ids, ours.draft_ids)
-        break
+        if (ours.num_known, ours.num_accepted) != (theirs.num_known, theirs.num_accepted):
+            known, decoded_ids, replayed_ids = ours.num_known, theirs.draft_ids, ours.draft_ids
+            place = common_prefix(replayed_ids, decoded_ids)
+            if place < len(replayed_ids):
+                gap = dict(zip(ours.runner_up_ids[place], ours.runner_up_gaps[place])).get(decoded_ids[place])
+                largest = ours.best_logits[place]
+            break
     else:
         if len(decoded) == len(replayed.passes):
             return None
-        known, drafts, gap, largest = recorded.end, ((), ()), None, 0.0
     return Disagreement(
         row_id=recorded.row_id,
         num_known=known,
-        decoded_ids=drafts[0],
-        replayed_ids=drafts[1],
+        decoded_ids=decoded_ids,
+        replayed_ids=replayed_ids,
         gap=LogitGap(gap, largest, dtype),
     )
 
@@ -195,24 +187,44 @@ def disagreement(recorded: Recorded, replayed: Replayed, answer: Answer, dtype: 
 # Answers with their states: from the store, or from the verifier on the spot.
 
 
-@dataclass
-class OffPolicy:
-    """Recorded tokens that are not the verifier's own greedy choice: decoding would not have written them."""
+class Judge:
+    """The verifier's own greedy choices beside recorded tokens: those that differ, decoding would not have written.
 
-    tokens: int = 0
-    judged: int = 0
-    dtype: torch.dtype = torch.float32
-    """In which the verifier's choice was computed."""
+    Args:
+        head: the verifier's.
+    """
+
+    def __init__(self, head: VerifierHead) -> None:
+        self._head = head
+        self.num_judged = self.num_foreign = 0
+
+    def choices(self, last_states: Tensor, ids: list[int], positions: Tensor) -> Tensor:
+        """The verifier's greedy choice of x_{p+1} at some positions, -1 elsewhere, int64, [num_tokens].
+
+        Where the recorded token and the most likely one are a tie, the recorded one was the choice.
+        """
+        choices = torch.full((len(ids),), -1)
+        tokens = torch.tensor(ids)
+        for some in positions.split(_CHOICES_AT_ONCE):
+            normed = self._head.normed(last_states[some].to(self._head.weight.device))
+            logits = self._head.logits(normed).float().cpu()
+            best = logits.max(-1)
+            is_own = best.values - logits.gather(1, tokens[some + 1][:, None])[:, 0] < TIE_GAP
+            choices[some] = torch.where(is_own, tokens[some + 1], best.indices)
+            self.num_judged += len(some)
+            self.num_foreign += int((~is_own).sum())
+        return choices
 
     @property
     def note(self) -> str | None:
         """A warning where it matters."""
-        if self.tokens <= self.judged // 1000:
+        if self.num_foreign <= self.num_judged // 1000:
             return None
-        share = f"{self.tokens} of {self.judged} recorded tokens are not the verifier's own greedy choice"
-        if self.dtype != torch.float32 and self.tokens <= self.judged // 50:
+        share = f"{self.num_foreign} of {self.num_judged} recorded tokens are not the verifier's own greedy choice"
+        dtype = self._head.weight.dtype
+        if dtype != torch.float32 and self.num_foreign <= self.num_judged // 50:
             return (
-                f"{share}; so few are the rounding of {dtype_name(self.dtype)}. Exact: --dtype float32, at `peagle "
+                f"{share}; so few are the rounding of {dtype_name(dtype)}. Exact: --dtype float32, at `peagle "
                 "regenerate` and here"
             )
         return (
@@ -242,66 +254,48 @@ def open_store(folder: Path, drafter: DrafterConfig) -> StoreReader:
     return reader
 
 
-def from_store(
-    reader: StoreReader, items: Sequence[Item], head: VerifierHead, is_greedy: bool, off_policy: OffPolicy
-) -> Iterator[Recorded]:
+def from_store(reader: StoreReader, items: Sequence[Item], judge: Judge | None) -> Iterator[Recorded]:
     """Recorded answers whose states are stored, an item at a time.
 
     Args:
         reader: the store.
         items: replies of its rows.
-        head: the verifier's: it tells whether the tokens are the verifier's own.
-        is_greedy: judge the tokens; sampled ones are not the most likely ones.
-        off_policy: counts those that are not.
+        judge: tells whether the tokens are the verifier's own; None for sampled ones, which are not the most likely.
 
     Raises:
         StoreError: a row is not in the store, or was stored with other tokens.
     """
-    last: StoredRow | None = None
+    stored: StoredRow | None = None
     for item in items:
-        if last is None or last.row.row_id != item.row_id:
-            last = reader.read(item.row_id)
-        ids = item.ids
-        if last.row.input_ids[: len(ids)] != ids:
+        if stored is None or stored.row.row_id != item.row_id:
+            stored = reader.read(item.row_id)
+        ids, label_pos = item.ids, stored.label_pos
+        if stored.row.input_ids[: len(ids)] != ids:
             raise StoreError(f"{reader.folder}: row {item.row_id} was stored with other tokens; extract again")
-        states = torch.zeros(len(last.row.input_ids), last.last_states.shape[1], dtype=last.last_states.dtype)
-        states[last.label_pos] = last.last_states
-        choices = None
-        if is_greedy:
-            positions = last.label_pos[(last.label_pos >= item.start) & (last.label_pos + 1 < len(ids))]
-            choices = choices_at(head, states, ids, positions, off_policy)
-        yield _recorded(item, ids, last.aux_states, choices, states)
+        states = torch.zeros(len(stored.row.input_ids), stored.last_states.shape[1], dtype=stored.last_states.dtype)
+        states[label_pos] = stored.last_states
+        judged_pos = label_pos[(label_pos >= item.start) & (label_pos + 1 < len(ids))]
+        yield _recorded(item, stored.aux_states, states, judge, judged_pos)
 
 
 def on_the_spot(
-    verifier: TransformersVerifier,
-    aux_layer_ids: tuple[int, ...],
-    items: Sequence[Item],
-    head: VerifierHead | None,
-    is_greedy: bool,
-    off_policy: OffPolicy,
+    verifier: TransformersVerifier, aux_layer_ids: tuple[int, ...], items: Sequence[Item], judge: Judge | None
 ) -> Iterator[Recorded]:
-    """Recorded answers whose states the verifier computes now. With no `head`, the tokens are known to be its own."""
+    """Recorded answers whose states the verifier computes now; no `judge`: sampled tokens, or known to be its own."""
     for some in (items[i : i + _ROWS_AT_ONCE] for i in range(0, len(items), _ROWS_AT_ONCE)):
-        rows = [item.ids for item in some]
-        for item, ids, (aux, last) in zip(some, rows, verifier.states(rows, aux_layer_ids)):
-            choices = None
-            if head is not None and is_greedy:
-                choices = choices_at(head, last, ids, torch.arange(item.start, len(ids) - 1), off_policy)
-            yield _recorded(item, ids, aux, choices, last)
+        for item, (aux, last) in zip(some, verifier.states([item.ids for item in some], aux_layer_ids)):
+            yield _recorded(item, aux, last, judge, torch.arange(item.start, len(item.ids) - 1))
 
 
-def _recorded(
-    item: Item, ids: list[int], aux_states: Tensor, choice_ids: Tensor | None, last_states: Tensor
-) -> Recorded:
+def _recorded(item: Item, aux_states: Tensor, last_states: Tensor, judge: Judge | None, judged_pos: Tensor) -> Recorded:
     return Recorded(
         row_id=item.row_id,
         source=item.source,
-        ids=ids,
+        ids=item.ids,
         start=item.start,
         end=item.start + len(item.recorded_ids or []),
         aux_states=aux_states,
-        choice_ids=choice_ids,
+        choice_ids=None if judge is None else judge.choices(last_states, item.ids, judged_pos),
         last_states=last_states,
     )
 
@@ -316,23 +310,3 @@ def with_tails(
     return [
         replace(item, recorded_ids=answer.ids, tail_ids=tail.ids) for item, answer, tail in zip(items, answers, tails)
     ]
-
-
-def choices_at(
-    head: VerifierHead, last_states: Tensor, ids: list[int], positions: Tensor, off_policy: OffPolicy
-) -> Tensor:
-    """The verifier's greedy choice of x_{p+1} at some positions, -1 elsewhere, int64, [num_tokens].
-
-    Where the recorded token and the most likely one are a tie, the recorded one was the choice.
-    """
-    choices = torch.full((len(ids),), -1)
-    tokens = torch.tensor(ids)
-    for some in positions.split(_CHOICES_AT_ONCE):
-        logits = head.logits(head.normed(last_states[some].to(head.weight.device))).float().cpu()
-        recorded_ids = tokens[some + 1]
-        best = logits.max(-1)
-        is_own = best.values - logits.gather(1, recorded_ids[:, None])[:, 0] < TIE_GAP
-        choices[some] = torch.where(is_own, recorded_ids, best.indices)
-        off_policy.tokens += int((~is_own).sum())
-        off_policy.judged += len(some)
-    return choices

@@ -13,26 +13,16 @@ from rich.table import Table
 
 from peagle import log
 from peagle.evaluate import counts
-from peagle.evaluate.compare import Difference, LogitGap, dtype_name
-from peagle.evaluate.counts import Counts, DatasetCounts, pool
+from peagle.evaluate.compare import Comparison, Difference, LogitGap, dtype_name
+from peagle.evaluate.counts import DatasetCounts, PassCounts, pool
 from peagle.evaluate.decode import Decoded
 from peagle.evaluate.replay_check import Agreement
 
 _SHOWN = 10
 
 
-@dataclass(frozen=True)
-class Served:
-    """Speed of a server."""
-
-    tokens_per_s: float | None
-    """Over all its requests under way."""
-    by_concurrency: Sequence[Mapping[str, Any]]
-    """See `served.under_load`."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Measurement:
     """Everything that was measured; what was not is None."""
 
     depth: int
@@ -41,10 +31,11 @@ class Outcome:
     notes: Sequence[str]
     decoded: Decoded | None = None
     agreement: Agreement | None = None
-    served: Served | None = None
+    served: Mapping[str, Any] | None = None
+    """Of a server: `tokens_per_s` over all its requests under way, and `by_concurrency`, see `served.under_load`."""
 
     @property
-    def pooled(self) -> Counts:
+    def pooled(self) -> PassCounts:
         """Counts of all data sets together."""
         return pool((dataset.total for dataset in self.datasets.values()), self.depth)
 
@@ -57,19 +48,17 @@ class Outcome:
     def is_sound(self) -> bool:
         """Something was drafted, every compared answer is the verifier's own, and replay counts as decoding does; a
         half-precision pair is excused where its logits are within rounding."""
-        wrong = [one for one in self.differences if not one.gap.is_within_rounding]
-        return (
-            self.pooled.num_drafts > 0 and not wrong and (self.agreement is None or self.agreement.is_within_rounding)
-        )
+        is_lossless = all(one.gap.is_within_rounding for one in self.differences)
+        return self.pooled.num_drafts > 0 and is_lossless and (not self.agreement or self.agreement.is_within_rounding)
 
     def figures(self) -> dict[str, Any]:
         """The measured part of evaluation.json; what was not measured is null."""
         return {
             **counts.report(self.datasets),
             "num_speculative_tokens": self.depth,
-            "lossless": self._lossless(),
-            "replay": self._replay(),
-            "speed": self._speed(),
+            "lossless": _lossless_figures(self.decoded),
+            "replay": _replay_figures(self.agreement),
+            "speed": _speed_figures(self.decoded.comparison if self.decoded else None, self.served),
             "notes": list(self.notes),
             "threads": torch.get_num_threads(),
             "versions": log.versions(),
@@ -94,78 +83,65 @@ class Outcome:
             f"the rounding of {dtype_name(apart[0].gap.dtype)}. --dtype float32 compares exactly"
         )
 
-    def _lossless(self) -> dict[str, Any]:
-        if self.decoded is None or not self.decoded.checked:
-            return {"checked": None, "identical": None, "excused": None, "differences": []}
-        differing, checked = self.differences, len(self.decoded.checked)
-        return {
-            "checked": checked,
-            "identical": checked - len(differing),
-            "excused": sum(one.gap.is_tie for one in differing),
-            "differences": [
-                {
-                    "prompt": self.decoded.checked[one.index],
-                    "position": one.position,
-                    "token": one.token,
-                    "own_token": one.own_token,
-                    **_gap_figures(one.gap),
-                }
-                for one in differing[:_SHOWN]
-            ],
-        }
 
-    def _replay(self) -> dict[str, Any]:
-        if self.agreement is None:
-            return {"equal": None, "answers": None, "passes": None, "excused": None, "differences": []}
-        differing = self.agreement.disagreements
-        return {
-            "equal": self.agreement.equal,
-            "answers": self.agreement.num_answers,
-            "passes": self.agreement.num_passes,
-            "excused": sum(one.gap.is_tie for one in differing),
-            "differing": len(differing),
-            "is_within_rounding": self.agreement.is_within_rounding,
-            "differences": [
-                {
-                    "row_id": one.row_id,
-                    "num_known": one.num_known,
-                    "decoded_ids": list(one.decoded_ids),
-                    "replayed_ids": list(one.replayed_ids),
-                    **_gap_figures(one.gap),
-                }
-                for one in differing[:_SHOWN]
-            ],
-        }
-
-    def _speed(self) -> dict[str, Any]:
-        run = None if self.decoded is None else self.decoded.comparison
-        if run is None:
-            speed: dict[str, Any] = {"tokens_per_s": None, "plain_tokens_per_s": None, "speedup": None}
-            if self.served is not None:
-                speed["tokens_per_s"] = self.served.tokens_per_s
-                speed["by_concurrency"] = [dict(point) for point in self.served.by_concurrency]
-            return speed
-        ours = run.tokens_per_s("drafter")
-        plain = {name: run.tokens_per_s(name) for name in ("engine", "transformers")}
-        faster = max(plain, key=lambda name: plain[name] or 0.0)
-        best, steps = plain[faster], run.laps.num_steps
-        by = {"engine": "our engine without a drafter", "transformers": "Transformers' generate"}
-        return {
-            "tokens_per_s": ours,
-            "plain_tokens_per_s": best,
-            "plain_by": by[faster],
-            "speedup": ours / best if ours and best else None,
-            "engine_tokens_per_s": plain["engine"],
-            "transformers_tokens_per_s": plain["transformers"],
-            "draft_ms_per_pass": 1e3 * run.laps.draft_s / steps if steps else None,
-            "verify_ms_per_pass": 1e3 * run.laps.verify_s / steps if steps else None,
-            "plain_ms_per_token": 1e3 / best if best else None,
-            "compared_prompts": len(run.answers),
-        }
+def _lossless_figures(decoded: Decoded | None) -> dict[str, Any]:
+    if decoded is None or not decoded.checked:
+        return {"checked": None, "identical": None, "excused": None, "differences": []}
+    shown = [
+        {"prompt": decoded.checked[one.index], "position": one.position, "token": one.token, "own_token": one.own_token}
+        for one in decoded.differences[:_SHOWN]
+    ]
+    return {
+        "checked": len(decoded.checked),
+        "identical": len(decoded.checked) - len(decoded.differences),
+        **_gap_figures([one.gap for one in decoded.differences], shown),
+    }
 
 
-def _gap_figures(gap: LogitGap) -> dict[str, Any]:
-    return {"logit_gap": gap.value, "is_tie": gap.is_tie, "is_within_rounding": gap.is_within_rounding}
+def _replay_figures(agreement: Agreement | None) -> dict[str, Any]:
+    if agreement is None:
+        return {"equal": None, "answers": None, "passes": None, "excused": None, "differences": []}
+    names = ("row_id", "num_known", "decoded_ids", "replayed_ids")
+    shown = [{name: getattr(one, name) for name in names} for one in agreement.disagreements[:_SHOWN]]
+    return {
+        "equal": agreement.equal,
+        "answers": agreement.num_answers,
+        "passes": agreement.num_passes,
+        "differing": len(agreement.disagreements),
+        "is_within_rounding": agreement.is_within_rounding,
+        **_gap_figures([one.gap for one in agreement.disagreements], shown),
+    }
+
+
+def _gap_figures(gaps: Sequence[LogitGap], shown: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first differences, each with its gap, and how many of all are ties."""
+    differences = [
+        {**one, "logit_gap": gap.value, "is_tie": gap.is_tie, "is_within_rounding": gap.is_within_rounding}
+        for one, gap in zip(shown, gaps)
+    ]
+    return {"excused": sum(gap.is_tie for gap in gaps), "differences": differences}
+
+
+def _speed_figures(run: Comparison | None, served: Mapping[str, Any] | None) -> dict[str, Any]:
+    if run is None:
+        return {"tokens_per_s": None, "plain_tokens_per_s": None, "speedup": None, **(served or {})}
+    engine, transformers = run.tokens_per_s["engine"], run.tokens_per_s["transformers"]
+    by, best = "our engine without a drafter", engine
+    if (transformers or 0.0) > (engine or 0.0):
+        by, best = "Transformers' generate", transformers
+    ours, steps = run.tokens_per_s["drafter"], run.laps.num_steps
+    return {
+        "tokens_per_s": ours,
+        "plain_tokens_per_s": best,
+        "plain_by": by,
+        "speedup": ours / best if ours and best else None,
+        "engine_tokens_per_s": engine,
+        "transformers_tokens_per_s": transformers,
+        "draft_ms_per_pass": 1e3 * run.laps.draft_s / steps if steps else None,
+        "verify_ms_per_pass": 1e3 * run.laps.verify_s / steps if steps else None,
+        "plain_ms_per_token": 1e3 / best if best else None,
+        "compared_prompts": len(run.answers),
+    }
 
 
 # What people read. Each function takes the figures of evaluation.json.
@@ -198,23 +174,19 @@ def lines(evaluation: Mapping[str, Any]) -> list[str]:
             )
     elif speed["tokens_per_s"]:
         said.append(f"speed: {speed['tokens_per_s']:.1f} tokens/s over all requests under way")
-    return said + [_under_load(point) for point in speed.get("by_concurrency", ())]
-
-
-def _under_load(point: Mapping[str, Any]) -> str:
-    """One concurrency in a line, the plain server's figures in brackets."""
-
-    def beside(key: str, unit: str) -> str:
-        plain = point.get(f"plain_{key}")
-        value = "-" if point[key] is None else f"{point[key]:.1f}"
-        return f"{value}{unit}" + ("" if plain is None else f" ({plain:.1f})")
-
-    rates = point["tokens_per_s"], point.get("plain_tokens_per_s")
-    times = f", {rates[0] / rates[1]:.2f} times" if rates[1] else ""
-    return (
-        f"{point['concurrency']} at once: {beside('tokens_per_s', ' tokens/s')}{times}; first token "
-        f"{beside('ttft_ms', ' ms')}, between tokens {beside('itl_ms', ' ms')}"
-    )
+    for point in speed.get("by_concurrency", ()):  # the plain server's figures in brackets
+        shown = {}
+        for key, unit in (("tokens_per_s", " tokens/s"), ("ttft_ms", " ms"), ("itl_ms", " ms")):
+            plain = point.get(f"plain_{key}")
+            beside = "" if plain is None else f" ({plain:.1f})"
+            shown[key] = ("-" if point[key] is None else f"{point[key]:.1f}") + unit + beside
+        rate, plain_rate = point["tokens_per_s"], point.get("plain_tokens_per_s")
+        times = f", {rate / plain_rate:.2f} times" if plain_rate else ""
+        said.append(
+            f"{point['concurrency']} at once: {shown['tokens_per_s']}{times}; first token {shown['ttft_ms']}, "
+            f"between tokens {shown['itl_ms']}"
+        )
+    return said
 
 
 def markdown(evaluation: Mapping[str, Any]) -> str:
@@ -248,7 +220,7 @@ def show(evaluation: Mapping[str, Any], title: str, console: Console) -> None:
         console.print(escape(line), highlight=False, soft_wrap=not wraps)
 
 
-def verdict(pooled: Counts, num_training_rows: int | None) -> str | None:
+def verdict(pooled: PassCounts, num_training_rows: int | None) -> str | None:
     """One honest sentence where the figures call for it: nothing drafted, or hardly anything accepted; else None."""
     length = pooled.acceptance_length
     if length is None:

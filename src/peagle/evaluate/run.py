@@ -16,7 +16,6 @@ from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.card import refresh_card, run_facts
 from peagle.drafter.checkpoint import read_config
 from peagle.drafter.model_config import DrafterConfig
-from peagle.engine import Sampling
 from peagle.evaluate import results
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.counts import card_section
@@ -24,7 +23,7 @@ from peagle.evaluate.decode import count, decode
 from peagle.evaluate.prompts import Read, check_pair, read_items
 from peagle.evaluate.replay import total
 from peagle.evaluate.replay_check import open_store, replay_decoded, replay_recorded
-from peagle.evaluate.results import Outcome
+from peagle.evaluate.results import Measurement
 from peagle.files import whole_file, write_json
 from peagle.verifier.local import TransformersVerifier, resolve_device, resolve_dtype
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
@@ -97,23 +96,15 @@ def evaluate(config: EvaluateConfig) -> int:
 
 def _measure(
     config: EvaluateConfig, folder: Path, verifier_config: VerifierConfig, tokenizer: Any, read: Read, depth: int
-) -> Outcome:
+) -> Measurement:
     """Decode, replay or both, in this process."""
-    sampling = Sampling(temperature=config.temperature, top_p=config.top_p, seed=config.seed)
     if not read.items:
-        return Outcome(depth=depth, datasets={}, notes=[])
+        return Measurement(depth=depth, datasets={}, notes=[])
     dtype, device = resolve_dtype(verifier_config, config.dtype), resolve_device(config.device)
     drafter = drafter_checkpoint.load(str(folder), dtype, device)
     if config.mode == "replay":
-        replayed, notes = replay_recorded(
-            config=config,
-            verifier_config=verifier_config,
-            drafter=drafter,
-            items=read.items,
-            depth=depth,
-            sampling=sampling,
-        )
-        return Outcome(depth=depth, datasets=total(replayed, depth), notes=notes)
+        replayed, notes = replay_recorded(config, verifier_config, drafter, read.items, depth)
+        return Measurement(depth=depth, datasets=total(replayed, depth), notes=notes)
     store = None if config.hidden_states_path is None else open_store(config.hidden_states_path, drafter.config)
     verifier = TransformersVerifier(verifier_config, dtype, device)
     decoded = decode(
@@ -122,21 +113,12 @@ def _measure(
         items=read.items,
         depth=depth,
         eos_token_ids=eos_ids(verifier_config, tokenizer),
-        sampling=sampling,
-        batch_size=config.batch_size,
-        num_timed=config.compare_samples,
-        num_checked=config.check_samples,
+        config=config,
     )
     agreement = None
-    if config.mode == "both" and sampling.is_greedy:
+    if config.mode == "both" and config.is_greedy:
         agreement = replay_decoded(
-            verifier=verifier,
-            drafter=drafter,
-            store=store,
-            items=read.items,
-            answers=decoded.answers,
-            depth=depth,
-            sampling=sampling,
+            verifier=verifier, drafter=drafter, store=store, items=read.items, answers=decoded.answers, depth=depth
         )
     datasets = count(read.items, decoded.answers, depth)
-    return Outcome(depth=depth, datasets=datasets, notes=[], decoded=decoded, agreement=agreement)
+    return Measurement(depth=depth, datasets=datasets, notes=[], decoded=decoded, agreement=agreement)

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -18,9 +18,9 @@ from peagle import log
 from peagle.config import ServerSettings
 from peagle.errors import EndpointError
 from peagle.evaluate.config import EvaluateConfig
-from peagle.evaluate.counts import Counts, DatasetCounts, pool
+from peagle.evaluate.counts import DatasetCounts, PassCounts, pool
 from peagle.evaluate.prompts import DEFAULT_LIMIT, Read, by_source
-from peagle.evaluate.results import Outcome, Served
+from peagle.evaluate.results import Measurement
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer
 from peagle.vllm.answers import EndpointAnswers
@@ -34,7 +34,7 @@ _SETTLE_PAUSE_S, _SETTLE_S = 0.2, 10.0
 
 def measure_served(
     config: EvaluateConfig, verifier: VerifierConfig, eos_token_ids: tuple[int, ...], read: Read, depth: int
-) -> Outcome:
+) -> Measurement:
     """Answer the prompts of each data set by a server and read its counters; then measure it under load, if asked to.
 
     Args:
@@ -54,7 +54,7 @@ def measure_served(
     )
     served = ServedDrafter(verifier, settings, config)
     datasets, seconds, generated = {}, 0.0, 0
-    try:
+    with contextlib.closing(served):
         for source, places in by_source(read.items).items():
             items = [read.items[place] for place in places if read.items[place].start < served.max_tokens]
             prompts = [Prompt(f"{place}", item.prompt_ids, config.seed + place) for place, item in enumerate(items)]
@@ -66,15 +66,13 @@ def measure_served(
             generated += run.counts.num_generated_tokens
             for row_id, reason in run.refused.items():
                 read.drop(items[int(row_id)].row_id, f"refused by the server: {reason}")
-    finally:
-        served.close()
     depth = max((one.total.num_speculative_tokens for one in datasets.values()), default=depth)
     datasets = {name: one for name, one in datasets.items() if one.total.num_speculative_tokens == depth}
     # 2. speed at each concurrency
     prompt_ids = [item.prompt_ids for item in read.items if len(item.prompt_ids) + limit <= served.max_tokens]
     loads = _loads(config, prompt_ids, limit, eos_token_ids) if config.concurrencies and prompt_ids else []
-    speed = Served(generated / seconds if seconds else None, loads)
-    return Outcome(depth=depth, datasets=datasets, notes=notes, served=speed)
+    speed = {"tokens_per_s": generated / seconds if seconds else None, "by_concurrency": loads}
+    return Measurement(depth=depth, datasets=datasets, notes=notes, served=speed)
 
 
 def _loads(
@@ -94,8 +92,8 @@ def _loads(
         server = servers.enter_context(contextlib.closing(LoadedServer(config.endpoint[0], most)))
         plain = None
         if config.plain_endpoint:
-            plain = LoadedServer(config.plain_endpoint, most.model_copy(update={"served_model_name": None}))
-            servers.enter_context(contextlib.closing(plain))
+            unnamed = most.model_copy(update={"served_model_name": None})
+            plain = servers.enter_context(contextlib.closing(LoadedServer(config.plain_endpoint, unnamed)))
         return under_load(server, plain, prompts, settings, config.concurrencies)
 
 
@@ -103,7 +101,7 @@ def _loads(
 class ServedRun:
     """What a server made of some prompts."""
 
-    counts: Counts
+    counts: PassCounts
     """From its counters, all engines and all endpoints together."""
     generations: dict[str, Generation]
     """By row id; without the prompts that the server refused."""
@@ -158,7 +156,7 @@ class ServedDrafter:
         seconds = time.monotonic() - started_s
         after = [_settled(endpoint) for endpoint in self._source.endpoints]
         gains = [difference(b, a) for b, a in zip(before, after)]
-        parts = [Counts(gain.num_drafts, gain.accepted_per_position, gain.num_generated_tokens) for gain in gains]
+        parts = [PassCounts(gain.num_drafts, gain.accepted_per_position, gain.num_generated_tokens) for gain in gains]
         depth = max(part.num_speculative_tokens for part in parts)
         if any(part.num_speculative_tokens not in (0, depth) for part in parts):
             raise EndpointError("the endpoints draft different numbers of tokens per pass; measure them one by one")
@@ -167,10 +165,8 @@ class ServedDrafter:
         if counts.num_generated_tokens != ours:
             logger.warning(
                 "the server counted %d generated tokens, our answers have %d: somebody else used it meanwhile, and is "
-                "in the figures",
-                counts.num_generated_tokens,
-                ours,
-            )
+                "in the figures", counts.num_generated_tokens, ours,
+            )  # fmt: skip
         return ServedRun(counts, generations, refused, seconds)
 
     def close(self) -> None:
@@ -185,18 +181,13 @@ def _read(endpoint: Endpoint) -> Reading:
 def _settled(endpoint: Endpoint) -> Reading:
     """A reading once the counters stand still: vLLM answers a request before it counts its last step."""
     deadline_s = time.monotonic() + _SETTLE_S
-    last = _read(endpoint)
-    while True:
-        time.sleep(_SETTLE_PAUSE_S)
-        now = _read(endpoint)
-        if now == last:
-            return now
+    last, now = None, _read(endpoint)
+    while now != last:
         if time.monotonic() > deadline_s:
             raise EndpointError(f"{endpoint.root_url}: its counters do not stand still; somebody else is using it")
-        last = now
-
-
-# Under load: tokens per second, time to the first token, time between tokens, at given concurrencies.
+        time.sleep(_SETTLE_PAUSE_S)
+        last, now = now, _read(endpoint)
+    return now
 
 
 @dataclass(frozen=True)
@@ -213,20 +204,6 @@ class Streamed:
     def between_ms(self) -> float | None:
         """Mean time between tokens after the first; None for an answer of one token. Drafted tokens come in bunches."""
         return 1e3 * (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """One server at one concurrency."""
-
-    concurrency: int
-    requests: int
-    tokens_per_s: float
-    """Of all requests under way together."""
-    ttft_ms: float
-    """Median time to the first token."""
-    itl_ms: float | None
-    """Median over answers of the time between tokens."""
 
 
 class LoadedServer:
@@ -285,8 +262,15 @@ class LoadedServer:
             raise EndpointError(f"{self.root_url}: an answer held no token")
         return Streamed(int(total or counted), first_s, last_s)
 
-    def measure(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any], concurrency: int) -> Load:
-        """Keep `concurrency` requests under way until every prompt is answered; few prompts are sent more than once."""
+    def measure(
+        self, prompts: Sequence[Sequence[int]], settings: dict[str, Any], concurrency: int
+    ) -> dict[str, float | None]:
+        """Keep `concurrency` requests under way until every prompt is answered; few prompts are sent more than once.
+
+        Returns:
+            `requests`; `tokens_per_s` of all requests together; medians over the answers of the time to the first token
+            (`ttft_ms`) and between tokens (`itl_ms`).
+        """
         count = max(len(prompts), 2 * concurrency)
         with ThreadPoolExecutor(concurrency) as pool, log.progress(f"{concurrency} at once", count, "answers") as meter:
             began_s = time.perf_counter()
@@ -297,13 +281,12 @@ class LoadedServer:
                 meter.advance(1)
             seconds = time.perf_counter() - began_s
         between = [one.between_ms for one in streamed if one.between_ms is not None]
-        return Load(
-            concurrency=concurrency,
-            requests=count,
-            tokens_per_s=sum(one.num_tokens for one in streamed) / seconds,
-            ttft_ms=1e3 * statistics.median(one.first_s for one in streamed),
-            itl_ms=statistics.median(between) if between else None,
-        )
+        return {
+            "requests": count,
+            "tokens_per_s": sum(one.num_tokens for one in streamed) / seconds,
+            "ttft_ms": 1e3 * statistics.median(one.first_s for one in streamed),
+            "itl_ms": statistics.median(between) if between else None,
+        }
 
     def warm(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any], concurrency: int) -> None:
         """Send every prompt once for a single token."""
@@ -321,18 +304,17 @@ def under_load(
     """Measure a server with a drafter, and one without beside it, in turn at each concurrency.
 
     Returns:
-        For each concurrency the fields of `Load`, and those of the plain server as `plain_*`: what `evaluation.json`
-        holds as `speed.by_concurrency`.
+        For each concurrency what `LoadedServer.measure` gives, and that of the plain server as `plain_*`: what
+        `evaluation.json` holds as `speed.by_concurrency`.
     """
-    most = max(concurrencies)
     for one in (server, plain):
         if one is not None:
-            one.warm(prompts, settings, most)
+            one.warm(prompts, settings, max(concurrencies))
     points = []
     for concurrency in concurrencies:
-        point = asdict(server.measure(prompts, settings, concurrency))
+        point = {"concurrency": concurrency, **server.measure(prompts, settings, concurrency)}
         if plain is not None:
-            beside = asdict(plain.measure(prompts, settings, concurrency))
+            beside = plain.measure(prompts, settings, concurrency)
             point |= {f"plain_{key}": beside[key] for key in ("tokens_per_s", "ttft_ms", "itl_ms")}
         points.append(point)
     return points
