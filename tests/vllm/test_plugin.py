@@ -24,7 +24,7 @@ def writer(folder: Path) -> StatesWriter:
 
 
 def submit(made: StatesWriter, name: str, rows: torch.Tensor) -> None:
-    made.reserve(rows.numel() * rows.element_size())
+    made.budget.acquire(rows.numel() * rows.element_size())
     made.submit(name, list(range(rows.shape[0])), rows, None)
 
 

@@ -54,7 +54,12 @@ class TransformersVerifier:
         self.dtype = resolve_dtype(config, dtype)
         self.model = _load_model(config, self.dtype, self.device)
         self.decoder = self.model.get_decoder()
-        self.layers = _decoder_layers(self.decoder, config)
+        lists = (module for module in self.decoder.modules() if isinstance(module, nn.ModuleList))
+        layers = next((one for one in lists if len(one) == config.num_layers), None)
+        if layers is None:
+            name = type(self.decoder).__name__
+            raise VerifierError(f"{config.name_or_path}: {name} has no list of {config.num_layers} layers")
+        self.layers = layers
         self.lm_head = self.model.get_output_embeddings()
         if self.lm_head is None:
             raise VerifierError(f"{config.name_or_path}: {type(self.model).__name__} has no language-model head")
@@ -85,10 +90,7 @@ class TransformersVerifier:
     ) -> list[PassStates]:
         """One pass over the rows together.
 
-        Args:
-            rows: token ids.
-            aux_layer_ids: layers to capture.
-            choice_pos: for each row the positions whose next-token choice is wanted, by the model's own norm and head.
+        `choice_pos` has for each row the positions whose next-token choice is wanted, by the model's own norm and head.
         """
         ids = torch.zeros(len(rows), max(len(row) for row in rows), dtype=torch.int64)
         for r, row in enumerate(rows):
@@ -130,15 +132,7 @@ class TransformersVerifier:
 
 
 def refuse_damaged_logits(logits: Tensor, model: Any) -> None:
-    """Refuse a verifier that computes nonsense.
-
-    Args:
-        logits: its own, of any shape.
-        model: the verifier's, of Transformers, for the message.
-
-    Raises:
-        VerifierError: some are NaN or infinite.
-    """
+    """Refuse a verifier that computes nonsense: a VerifierError if any of its own logits is NaN or infinite."""
     if not torch.isfinite(logits).all():
         raise VerifierError(
             f"{model.name_or_path}: its logits are NaN or infinite: damaged weights, or numbers too large for "
@@ -249,15 +243,6 @@ def _load_model(verifier: VerifierConfig, dtype: torch.dtype, device: torch.devi
     return model if verifier.quantization else model.to(device)
 
 
-def _decoder_layers(decoder: nn.Module, verifier: VerifierConfig) -> nn.ModuleList:
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == verifier.num_layers:
-            return module
-    raise VerifierError(
-        f"{verifier.name_or_path}: {type(decoder).__name__} has no list of {verifier.num_layers} layers"
-    )
-
-
 class TransformersSource:
     """A `StateSource` over the verifier in this process: rows of like length run together.
 
@@ -281,12 +266,9 @@ class TransformersSource:
 
     def states(self, rows: Sequence[TokenRow], wanted: AbstractSet[str]) -> Iterator[RowStates]:
         """See `source.StateSource.states`; refuses no row."""
-        row_ids, lengths = [], []
-        for row in rows:
-            row_ids.append(row.row_id)
-            lengths.append(len(row.input_ids))
-        for group in group_by_length(lengths, self._batch_size):
-            if wanted.isdisjoint(row_ids[i] for i in group):
+        sizes = [(row.row_id, len(row.input_ids)) for row in rows]
+        for group in group_by_length([length for _, length in sizes], self._batch_size):
+            if wanted.isdisjoint(sizes[i][0] for i in group):
                 continue
             members = [rows[i] for i in group]
             positions = [row.label_positions() if self._with_choices else [] for row in members]

@@ -14,30 +14,12 @@ from typing import Any
 
 from peagle.errors import VerifierError, one_line
 
+_GEMMA = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma")
+_QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 # Families whose RMS norm multiplies by (1 + w). Gemma 3n and 4 are not among them.
-_NORM_ADDS_ONE = (
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "vaultgemma",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_text",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-)
+_NORM_ADDS_ONE = (*_GEMMA, *_QWEN)
 # Families that multiply embeddings by sqrt(hidden_size) without a field that says so.
-_SCALES_EMBEDDING = (
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4",
-    "gemma4_text",
-    "vaultgemma",
-)
+_SCALES_EMBEDDING = (*_GEMMA, "gemma3n_text", "gemma4", "gemma4_text")
 # Names under which RMS-norm families write their epsilon; a config with only `layer_norm_eps` has another norm.
 _RMS_EPS_NAMES = ("rms_norm_eps", "norm_eps", "norm_epsilon")
 _RMS_WITH_LAYER_NORM_NAME = ("mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -125,9 +107,7 @@ def load_verifier_config(
         ) from None
 
 
-def _of_config(
-    config: Any, name_or_path: str, trust_remote_code: bool, tensor_names: dict[str, str]
-) -> VerifierConfig:
+def _of_config(config: Any, name_or_path: str, trust_remote_code: bool, tensor_names: dict[str, str]) -> VerifierConfig:
     text = config.get_text_config()
     read = _Reader(text, name_or_path)
     model_type = str(text.model_type)
@@ -315,27 +295,21 @@ def _rope_as_given(text: Any) -> dict[str, Any]:
 
 
 def _dtype_name(config: Any, text: Any, name_or_path: str) -> str:
-    for holder in (text, config):
-        value = getattr(holder, "dtype", None)
-        if value is not None:
-            name = str(value).removeprefix("torch.")
-            if name in ("bfloat16", "float16", "float32"):
-                return name
-    return _stored_dtype(name_or_path) or "float32"
-
-
-def _stored_dtype(name_or_path: str) -> str | None:
-    """Dtype of the first float tensor in local safetensors files, for a configuration that names none."""
+    """As the configuration says, or else of the first float tensor in local safetensors files."""
     from safetensors import safe_open
 
     names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    for holder in (text, config):
+        named = str(getattr(holder, "dtype", None)).removeprefix("torch.")
+        if named in names.values():
+            return named
     for file in sorted(Path(name_or_path).glob("*.safetensors")):
         with safe_open(file, "pt") as handle:
             for key in handle.keys():  # noqa: SIM118 (safe_open is no dictionary)
                 name = names.get(handle.get_slice(key).get_dtype())
                 if name:
                     return name
-    return None
+    return "float32"
 
 
 def _eos_token_ids(config: Any, text: Any, name_or_path: str) -> tuple[int, ...]:

@@ -36,9 +36,6 @@ def resolve_mask_token(tokenizer: Any, vocab_size: int, given: int | None, seen_
         given: `--mask-token-id`, or None.
         seen_ids: ids that occur in the data; an unused row is looked for outside them.
 
-    Returns:
-        The choice.
-
     Raises:
         VerifierError: `given` is no row of the embedding, or nothing is left; says what to set.
 

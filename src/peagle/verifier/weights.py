@@ -101,11 +101,7 @@ class VerifierHead:
         return logits
 
     def restricted(self, ids: Tensor) -> VerifierHead:
-        """The head over some of the vocabulary.
-
-        Args:
-            ids: verifier ids of the pruned vocabulary, int64, [draft_vocab_size].
-        """
+        """The head over a pruned vocabulary, given its verifier ids, int64, [draft_vocab_size]."""
         return replace(self, weight=self.weight[ids.to(self.weight.device)].contiguous())
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> VerifierHead:

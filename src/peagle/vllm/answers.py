@@ -66,12 +66,7 @@ class EndpointAnswers:
             yield result
 
     def compare_template(self, conversation: Conversation, prompt_ids: list[int]) -> None:
-        """Warn where a server would render a conversation otherwise: those who chat with it send other prompts.
-
-        Args:
-            conversation: ends with a user's turn.
-            prompt_ids: what the template in use here makes of it.
-        """
+        """Warn where a server renders a conversation, which ends with a user's turn, otherwise than to `prompt_ids`."""
         for endpoint in self.endpoints:
             theirs = endpoint.chat_ids(_chat(conversation))
             if theirs is None:

@@ -135,13 +135,8 @@ class Endpoint:
     def require_model(self, name_or_path: str, served: ServedModel, *further_names: str) -> None:
         """Refuse a server of another model, unless `served_model_name` vouches for it.
 
-        Args:
-            name_or_path: the model that is meant.
-            served: what the server says.
-            further_names: other names that it goes by there.
-
         Raises:
-            EndpointError: none of the names is that model's.
+            EndpointError: neither the names in `served` nor the `further_names` are those of the model that is meant.
         """
         if self._servers.served_model_name is None and not is_same_model(
             name_or_path, (served.name, served.root, *further_names)
@@ -163,11 +158,8 @@ class Endpoint:
         return answer.text
 
     def chat_ids(self, conversation: dict[str, Any]) -> list[int] | None:
-        """What the server's own chat template makes of a conversation: token ids, or None where it does not tell.
-
-        Args:
-            conversation: "messages", and whatever else of "tools" and "chat_template_kwargs" there is.
-        """
+        """What the server's own chat template makes of a conversation ("messages", and "tools" or
+        "chat_template_kwargs" if there are any): token ids, or None where it does not tell."""
         try:
             answer = self._http.post(
                 f"{self.root_url}/tokenize", json={"model": self.served_name, **conversation}, timeout=10.0

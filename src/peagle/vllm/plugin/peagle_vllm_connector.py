@@ -226,8 +226,17 @@ class PeagleHiddenStates(KVConnectorBase_V1, SupportsHMA):
             return
         for name in step.discard:
             self._writer.discard(name)
+        cache = self._cache
+        assert cache is not None
         for save in step.saves:
-            self._submit(self._writer, save)
+            num_bytes = len(save.token_ids) * cache.shape[1] * cache.shape[3] * cache.element_size()
+            self._writer.budget.acquire(num_bytes)
+            try:
+                rows, copied = _copy_rows(cache, save, self._block_size)
+                self._writer.submit(save.name, save.token_ids, rows, copied)
+            except BaseException:
+                self._writer.budget.release(num_bytes)
+                raise
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         failures = self._writer.take_failures() if self._writer is not None else {}
@@ -239,26 +248,11 @@ class PeagleHiddenStates(KVConnectorBase_V1, SupportsHMA):
         if self._writer is not None:
             self._writer.close()
 
-    def _submit(self, writer: StatesWriter, save: _Save) -> None:
-        cache = self._cache
-        assert cache is not None
-        num_bytes = len(save.token_ids) * cache.shape[1] * cache.shape[3] * cache.element_size()
-        writer.reserve(num_bytes)
-        try:
-            rows, copied = _copy_rows(cache, save, self._block_size)
-            writer.submit(save.name, save.token_ids, rows, copied)
-        except BaseException:
-            writer.release(num_bytes)
-            raise
-
 
 def _copy_rows(cache: torch.Tensor, save: _Save, block_size: int) -> tuple[torch.Tensor, Any]:
     """A prompt's rows in host memory, [num_tokens, num_layers, hidden_size], and an event that says when.
 
-    Args:
-        cache: [num_blocks, num_layers, block_size, hidden_size].
-        save: the prompt and its blocks.
-        block_size: slots in a block.
+    `cache` is [num_blocks, num_layers, block_size, hidden_size].
     """
     num_tokens, layers, hidden = len(save.token_ids), cache.shape[1], cache.shape[3]
     off_host = cache.device.type != "cpu"

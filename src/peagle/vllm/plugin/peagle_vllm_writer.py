@@ -29,22 +29,15 @@ class StatesWriter:
         self._folder = folder
         self._metadata = {"layer_ids": json.dumps(layer_ids)}
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hidden-states")
-        self._budget = ByteBudget(max_queued_bytes)
+        self.budget = ByteBudget(max_queued_bytes)
+        """Of the rows held for the disk: acquire before `submit`, which gives its own back."""
         self._lock = threading.Lock()
         self._queued: set[str] = set()
         self._discarded: set[str] = set()
         self._failures: dict[str, str] = {}
 
-    def reserve(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` of rows may be held for the disk; each `submit` gives its own back."""
-        self._budget.acquire(num_bytes)
-
-    def release(self, num_bytes: int) -> None:
-        """Give a reservation back that no `submit` took over."""
-        self._budget.release(num_bytes)
-
     def submit(self, name: str, token_ids: list[int], rows: torch.Tensor, copied: Any) -> None:
-        """Queue one file. Its bytes must have been reserved.
+        """Queue one file. Its bytes must have been acquired from the budget.
 
         Args:
             name: matches `SAFE_NAME`.
@@ -93,7 +86,7 @@ class StatesWriter:
         except Exception as error:  # any failure must reach the reader, whatever its kind
             self._fail(name, path, temporary, f"{type(error).__name__}: {error}")
         finally:
-            self._budget.release(rows.numel() * rows.element_size())
+            self.budget.release(rows.numel() * rows.element_size())
 
     def _fail(self, name: str, path: str, temporary: str, reason: str) -> None:
         with self._lock:
