@@ -46,10 +46,7 @@ def write_card(
 def refresh_card(folder: Path, config: DrafterConfig, measured: str | None) -> None:
     """Write the card of a checkpoint anew with all that is known now; a folder that cannot be written is left as it is.
 
-    Args:
-        folder: the checkpoint, on this disk.
-        config: the drafter's.
-        measured: see `card`, of what was just measured; None keeps the table that the card has.
+    `measured` is the table of what was just measured, see `card`; None keeps the table that the card has.
     """
     path = folder / CARD
     try:

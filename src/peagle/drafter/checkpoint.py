@@ -24,11 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def find(checkpoint: str, weights: Sequence[str] = ("*.safetensors",)) -> Path:
-    """The folder of a checkpoint: itself, or the download of a hub id.
-
-    Args:
-        checkpoint: a folder or a hub id.
-        weights: names of weight files to download, as patterns.
+    """The folder of a checkpoint: itself, or the download of a hub id, with the weight files that match `weights`.
 
     Raises:
         CheckpointError: neither a folder with a `config.json` nor a hub repository that can be fetched.
@@ -76,12 +72,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def load(checkpoint: str, dtype: torch.dtype, device: torch.device) -> Drafter:
-    """Load a drafter, strictly: every tensor must be there, in its shape, and none may be left over.
-
-    Args:
-        checkpoint: a folder or a hub id.
-        dtype: of the floating tensors once loaded; the network computes in it.
-        device: where it shall live.
+    """Load a drafter from a folder or a hub id, strictly: every tensor must be there, in its shape, none left over.
 
     Raises:
         CheckpointError: what is missing, left over or misshapen, by name.
@@ -120,10 +111,7 @@ def load_weights(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> No
 def save(drafter: Drafter, folder: Path, dtype: str) -> None:
     """Write a checkpoint folder whole; an older one of that name is replaced, a failed write leaves it as it was.
 
-    Args:
-        drafter: the network.
-        folder: where to; what belongs to training goes below it afterwards.
-        dtype: "bfloat16", "float16" or "float32": one for all floating tensors.
+    `dtype` is that of all floating tensors: "bfloat16", "float16" or "float32".
     """
     with whole_folder(folder) as temporary:
         write_into(temporary, drafter.config, drafter.state_dict(), dtype)

@@ -128,9 +128,7 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """The network whose state dict has exactly the checkpoint's tensor names.
 
-    Args:
-        config: its shape. Weights start random (normal, 0.02); training overwrites embedding, head and norm with the
-            verifier's.
+    Weights start random (normal, 0.02); training overwrites embedding, head and norm with the verifier's.
     """
 
     d2t: Tensor

@@ -24,21 +24,13 @@ class WarmStart:
 
 
 def check_source(source: DrafterConfig, where: str, verifier: str, hidden_size: int, vocab_size: int) -> None:
-    """Refuse a source that was made for another kind of verifier.
-
-    Args:
-        source: the checkpoint's config.
-        where: its name.
-        verifier: the verifier's name.
-        hidden_size, vocab_size: the verifier's.
+    """Refuse a source that was made for another kind of verifier than this one, of these sizes.
 
     Raises:
         CheckpointError: widths or vocabularies differ.
     """
-    for name, mine, its in (
-        ("hidden size", hidden_size, source.hidden_size),
-        ("vocabulary", vocab_size, source.vocab_size),
-    ):
+    sizes = ("hidden size", hidden_size, source.hidden_size), ("vocabulary", vocab_size, source.vocab_size)
+    for name, mine, its in sizes:
         if mine != its:
             raise CheckpointError(f"{where}: its {name} is {its}, that of {verifier} is {mine}; it cannot start there")
 
@@ -67,8 +59,7 @@ def warm_start(drafter: Drafter, source: Drafter, where: str) -> WarmStart:
     Args:
         drafter: initialised from the verifier, shaped like the source but for its kind and further layers. Changed in
             place.
-        source: the drafter to start from.
-        where: its name, for messages.
+        source, where: the drafter to start from, and its name for messages.
 
     Raises:
         CheckpointError: a tensor differs in shape, or the draft vocabularies differ.

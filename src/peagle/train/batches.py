@@ -114,14 +114,10 @@ def split(row_ids: list[str], train_ratio: float) -> tuple[list[str], list[str]]
     if train_ratio >= 1:
         return list(row_ids), []
     conversations = sorted({conversation_of(r) for r in row_ids}, key=lambda name: (seed_of("split", name), name))
-    num_train = round(train_ratio * len(conversations))
-    num_train = max(1, min(num_train, len(conversations) - 1))
+    num_train = max(1, min(round(train_ratio * len(conversations)), len(conversations) - 1))
     chosen = set(conversations[:num_train])
-    is_train = [conversation_of(row_id) in chosen for row_id in row_ids]
-    return (
-        [row_id for row_id, wanted in zip(row_ids, is_train) if wanted],
-        [row_id for row_id, wanted in zip(row_ids, is_train) if not wanted],
-    )
+    train = [row_id for row_id in row_ids if conversation_of(row_id) in chosen]
+    return train, [row_id for row_id in row_ids if conversation_of(row_id) not in chosen]
 
 
 def first_by_hash(row_ids: list[str], limit: int | None) -> list[str]:
@@ -227,12 +223,8 @@ class TrainingPack:
 def lay_out(rows: Rows, of: Pack, plan: TrainPlan, epoch: int | None) -> TrainingPack:
     """Read a pack's states and draw its layout.
 
-    Args:
-        rows: where the states are.
-        of: the rows, in order.
-        plan: depths, retention and seed.
-        epoch: each row's layout is drawn from a generator seeded by (seed, epoch, row id), so that it depends neither
-            on the rows it is packed with nor on the rank; None takes all depths of all anchors (validation).
+    Each row's is drawn from a generator seeded by (seed, epoch, row id), so that it depends neither on the rows it is
+    packed with nor on the rank; epoch None takes all depths of all anchors (validation).
     """
     batch = pack([trim(rows.read(row_id)) for row_id in of.row_ids], None)
     if epoch is None:

@@ -87,21 +87,15 @@ def discover(save_path: Path) -> list[SavedRun]:
     return sorted(found, key=lambda one: (one.state["progress"]["step"], one.folder.name != INTERRUPTED))
 
 
-def difference(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two fingerprints, as `name: then ..., now ...`."""
-    return [f"{key}: then {was.get(key)}, now {now.get(key)}" for key in now if was.get(key) != now.get(key)]
-
-
 class Keeper:
-    """Writes and reads the checkpoints of one run.
+    """Writes (on rank 0) and reads the checkpoints of one run.
 
     Args:
-        save_path: where they go.
-        dtype: of the saved drafter, "bfloat16" for example.
+        save_path, dtype: where they go, and the saved drafter's type, such as "bfloat16".
         keep_last: how many to keep besides the best; None keeps all.
         fingerprint: what must be the same for a run to go on (JSON values, printed on a mismatch).
         counts: numbers of rows and tokens, for state.json.
-        world: the ranks; rank 0 writes.
+        world: the ranks.
     """
 
     def __init__(
@@ -127,7 +121,8 @@ class Keeper:
         if not found:
             return None
         newest = found[-1]
-        changed = difference(newest.state["fingerprint"], self._fingerprint)
+        then = newest.state["fingerprint"]
+        changed = [f"{k}: then {then.get(k)}, now {now}" for k, now in self._fingerprint.items() if then.get(k) != now]
         if changed:
             raise CheckpointError(
                 f"{newest.folder} cannot be continued ({'; '.join(changed)}). Take another --save-path, or "

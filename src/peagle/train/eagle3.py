@@ -56,12 +56,9 @@ def chain_rollout(
     """Run the chains of one block.
 
     Args:
-        drafter: an EAGLE-3 drafter.
-        batch: the pack.
-        base: its base pass.
+        drafter, batch, base: an EAGLE-3 drafter, a pack and its base pass.
         anchor, depth: the block's slots, sorted by (anchor, depth), no chain with a gap, int64, [num_slots].
-        heads: attention.
-        part_slots: chains of one attention call, about.
+        heads, part_slots: attention, and about how many chains one call of it takes.
 
     Returns:
         States after the final norm, in the order of the slots, [num_slots, hidden_size].

@@ -156,7 +156,8 @@ class _Loop:
             self.per_step = self.progress.packs_per_step
         self.progress.packs_per_step = self.per_step
         taken = self.progress.step + self.progress.num_empty + self.progress.num_not_finite
-        self.num_steps = min(taken + self._num_left(), plan.max_steps)
+        left = sum(max(0, math.ceil((len(order) - done) / self.per_step)) for _, order, done in self._epochs())
+        self.num_steps = min(taken + left, plan.max_steps)
         self.schedule = schedule(plan, self.num_steps)
         self.log.begin(self.progress.step)
 
@@ -189,20 +190,16 @@ class _Loop:
                 self._keep(item.epoch)
         return self.result
 
-    def _num_left(self) -> int:
-        """Steps that the rest of the epochs has."""
-        left, done = 0, self.progress.packs_done
+    def _epochs(self) -> Iterator[tuple[int, list[Pack], int]]:
+        """Each epoch that is left: its number, its packs, and how many of them are done."""
+        done = self.progress.packs_done
         for epoch in range(self.progress.epoch, self.plan.epochs):
-            order = packs(self.lengths, self.plan.total_seq_len, self.plan.seed, epoch)
-            left += max(0, math.ceil((len(order) - done) / self.per_step))
+            yield epoch, packs(self.lengths, self.plan.total_seq_len, self.plan.seed, epoch), done
             done = 0
-        return left
 
     def _items(self) -> Iterator[_Item]:
         """The optimizer steps still to take."""
-        done = self.progress.packs_done
-        for epoch in range(self.progress.epoch, self.plan.epochs):
-            order = packs(self.lengths, self.plan.total_seq_len, self.plan.seed, epoch)
+        for epoch, order, done in self._epochs():
             items = []
             for first in range(done, len(order), self.per_step):
                 group = order[first : first + self.per_step]
@@ -211,7 +208,6 @@ class _Loop:
             left = items[: max(0, self.num_steps - self.progress.step)]
             self.rows.expect([row_id for item in left for one in item.mine for row_id in one.row_ids])
             yield from items
-            done = 0
 
     def _load(self, item: _Item) -> list[TrainingPack]:
         return [lay_out(self.rows, one, self.plan, item.epoch) for one in item.mine]

@@ -99,12 +99,7 @@ class Validation:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: a line per optimizer step and per validation.
-
-    Args:
-        path: the file; None writes nothing.
-        trackers: get the same figures; None if there are none.
-    """
+    """`metrics.jsonl`, if there is a path: a line per optimizer step and per validation. Trackers get the same."""
 
     def __init__(self, path: Path | None, trackers: Trackers | None) -> None:
         self._path, self._trackers = path, trackers

@@ -37,23 +37,13 @@ class Group:
 
 
 def groups(plan: TrainPlan, shapes: dict[str, torch.Size]) -> list[Group]:
-    """Split the trained tensors: [matrices, embeddings, vectors], empty ones left out.
-
-    Args:
-        plan: rules, rates and decays.
-        shapes: shape of each trained tensor by name.
-    """
+    """Split the trained tensors, given by name, into [matrices, embeddings, vectors], empty ones left out."""
     embeddings = tuple(name for name in shapes if name in (EMBEDDING, HEAD))
     matrices = tuple(name for name, shape in shapes.items() if len(shape) == 2 and name not in embeddings)
     vectors = tuple(name for name in shapes if name not in embeddings and name not in matrices)
+    decay, is_muon = plan.matrix_decay, plan.is_muon
     all_groups = [
-        Group(
-            name="matrices",
-            tensors=matrices,
-            lr=plan.matrix_lr,
-            weight_decay=plan.matrix_decay,
-            is_muon=plan.is_muon,
-        ),
+        Group(name="matrices", tensors=matrices, lr=plan.matrix_lr, weight_decay=decay, is_muon=is_muon),
         Group(name="embeddings", tensors=embeddings, lr=plan.embedding_lr, weight_decay=0.0, is_muon=False),
         Group(name="vectors", tensors=vectors, lr=plan.lr, weight_decay=0.0, is_muon=False),
     ]
@@ -61,12 +51,7 @@ def groups(plan: TrainPlan, shapes: dict[str, torch.Size]) -> list[Group]:
 
 
 class Optimizer:
-    """Steps masters at a share of each group's peak rate.
-
-    Args:
-        plan: rules and rates.
-        masters: what is stepped.
-    """
+    """Steps masters at a share of each group's peak rate."""
 
     def __init__(self, plan: TrainPlan, masters: Masters) -> None:
         self._masters = masters
@@ -119,23 +104,18 @@ class Optimizer:
             for name in group.tensors:
                 master = self._masters.tensors[name]
                 state = {}
-                for key in _MUON_STATE if group.is_muon else _ADAM_STATE:
+                for key in (_MUON_STATE if group.is_muon else _ADAM_STATE) if steps or tensors else ():
                     whole = tensors.get(f"{key}.{name}")
-                    if whole is None and (steps or tensors):
-                        raise CheckpointError(f"{where}: no {key}.{name}; it was written with another --optimizer")
                     if whole is None:
-                        continue
+                        raise CheckpointError(f"{where}: no {key}.{name}; it was written with another --optimizer")
                     state[key] = torch.zeros_like(master.detach())
                     self._masters.load(f"{key}.{name}", state[key], whole)
                 if not group.is_muon and name in steps:
-                    state["step"] = torch.tensor(float(steps[name]), device=_step_device(stepper, master))
+                    # AdamW wants its count beside the tensor if fused, else on the CPU.
+                    device = master.device if stepper.param_groups[0]["fused"] else "cpu"
+                    state["step"] = torch.tensor(float(steps[name]), device=device)
                 if state:
                     stepper.state[master] = state
-
-
-def _step_device(stepper: torch.optim.Optimizer, master: Tensor) -> torch.device:
-    """Where AdamW wants its count: beside the tensor if fused, else on the CPU."""
-    return master.device if stepper.param_groups[0]["fused"] else torch.device("cpu")
 
 
 # Of Muon's Newton-Schulz iterations.
@@ -193,8 +173,9 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every matrix that has a gradient (all ranks agree on which)."""
         for group in self.param_groups:
-            matrices = sorted((m for m in group["params"] if m.grad is not None), key=_work, reverse=True)
+            matrices = [m for m in group["params"] if m.grad is not None]
             # A round is one matrix for each rank; sorted by work, so that a round's matrices take equally long.
+            matrices.sort(key=lambda matrix: matrix.numel() * min(matrix.shape), reverse=True)
             for first in range(0, len(matrices), self.world.size):
                 self._round(matrices[first : first + self.world.size], group)
 
@@ -223,10 +204,6 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(matrix)
         buffer = state["momentum_buffer"].lerp_(matrix.grad, 1 - momentum)
         return matrix.grad.lerp(buffer, momentum)
-
-
-def _work(matrix: Tensor) -> int:
-    return matrix.numel() * min(matrix.shape)
 
 
 @dataclass(frozen=True)

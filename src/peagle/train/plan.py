@@ -103,12 +103,9 @@ class TrainPlan:
 
 
 def resolve(config: FitConfig, drafter: DrafterConfig, world: World) -> TrainPlan:
-    """Settle what a config leaves open.
+    """Settle what a config (a `TrainConfig` went through `settle`) leaves open.
 
-    Args:
-        config: the run's settings; a `TrainConfig` went through `settle`.
-        drafter: the drafter's shape: widths decide rates and block sizes, its kind the weights of depths.
-        world: the ranks: their number, and what they run on.
+    The drafter's widths decide rates and block sizes, its kind the weights of depths; the ranks' device all the rest.
 
     Raises:
         ConfigError: an attention that this machine or kind of drafter does not have, or a budget that is too small.

@@ -95,11 +95,7 @@ def plan_states(
 ) -> tuple[StoreSpec, StoreReader | None]:
     """Find out which states a run will have, before any weights are loaded.
 
-    Args:
-        config: the run's settings.
-        verifier: the verifier.
-        prepared: the rows.
-        aux_layer_ids: layers that a checkpoint to start from reads, or None.
+    `aux_layer_ids` are the layers that a checkpoint to start from reads, or None.
 
     Returns:
         What the states are like, and the store if one is read and holds rows.
@@ -133,13 +129,7 @@ def plan_states(
 def open_rows(
     config: TrainConfig, spec: StoreSpec, train: dict[str, Extent], held_out: dict[str, Extent], world: World
 ) -> OpenRows:
-    """Open what the run's `--hidden-states` asks for.
-
-    Args:
-        config: the run's settings.
-        spec: what states are, as decided.
-        train, held_out: extents of the rows.
-        world: the ranks; each opens its own.
+    """Open what the run's `--hidden-states` asks for; each rank opens its own.
 
     Raises:
         PeagleError: a store or a verifier that cannot be used; several ranks that would fill one store.

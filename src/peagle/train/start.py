@@ -111,14 +111,10 @@ def _wake_row(embedding: Tensor, row: int, seed: int) -> None:
 
 
 def start_from_verifier(drafter: Drafter, verifier: VerifierConfig) -> str | None:
-    """Copy the verifier's last layers into a new drafter, in place.
+    """Copy the verifier's last layers into a new drafter (float32, on the CPU), in place.
 
     Layer 0 reads [embedding, state]: the state's half takes the verifier's projections, the embedding's half stays
     random.
-
-    Args:
-        drafter: new, float32, on the CPU.
-        verifier: the verifier that it is made for.
 
     Returns:
         None if done; else why not, in a few words, and nothing is changed.
