@@ -64,13 +64,11 @@ def run_facts(checkpoint: Path) -> dict[str, Any]:
     """
     real = checkpoint.resolve()
     for folder in (real, real.parent):
-        if not (folder / "run.yaml").is_file():
-            continue
-        settings = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8")) or {}
-        manifest = {}
-        if (folder / "manifest.json").is_file():
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return {"settings": next(iter(settings.values()), {}), **manifest}
+        run, manifest = folder / "run.yaml", folder / "manifest.json"
+        if run.is_file():
+            settings = yaml.safe_load(run.read_text(encoding="utf-8")) or {}
+            more = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+            return {"settings": next(iter(settings.values()), {}), **more}
     return {}
 
 
@@ -143,7 +141,7 @@ def _training(run: Mapping[str, Any]) -> list[str]:
     other = _ONLY_PEAGLE if settings.get("speculator_type") == "eagle3" else _ONLY_EAGLE3
     rows = [(name, settings[name]) for name in _SHOWN if settings.get(name) is not None and name not in other]
     counts = {key: value for key, value in run.items() if key.startswith("num_") and isinstance(value, (int, float))}
-    rows += list(counts.items())
+    rows += counts.items()
     rows += [(name, versions[name]) for name in ("peagle", "commit", "torch", "transformers") if name in versions]
     if not rows:
         return []

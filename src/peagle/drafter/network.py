@@ -76,9 +76,7 @@ class Attention(nn.Module):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., input_size] -> q [..., heads, head_dim], k and v [..., kv_heads, head_dim], not rotated yet."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v

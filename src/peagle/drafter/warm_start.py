@@ -16,7 +16,7 @@ class WarmStart:
     """What became of each tensor."""
 
     taken: tuple[str, ...]
-    """Tensors copied from the source."""
+    """Copied from the source."""
     new: tuple[str, ...]
     """Tensors (rows) that the source lacks, each with how it starts."""
     left: tuple[str, ...]

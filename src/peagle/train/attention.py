@@ -175,11 +175,7 @@ class GradientLeaf:
     """One tensor of the base pass's graph, read by blocks as a leaf whose gradients are collected.
 
     A block's forward and backward then touch no more than the block, and one backward through the base pass ends the
-    step.
-
-    Args:
-        tensor: rows are pair slots.
-        with_grad: whether what is read of it collects gradients.
+    step. Rows of the tensor are pair slots; without `with_grad` nothing is collected.
     """
 
     def __init__(self, tensor: Tensor, with_grad: bool) -> None:

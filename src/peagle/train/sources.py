@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -211,13 +211,7 @@ def _fetcher(source: StateSource) -> Callable[[TokenRow], RowStates | RowRefused
 
 
 class RunStore:
-    """The store beside a verifier: rows that it holds are read, and in a hybrid run new ones are added.
-
-    Args:
-        folder: the store's, made if it is not there.
-        spec: what it must be made for.
-        fills: whether new rows are added (hybrid), or only those there are read (offline with `generate`).
-    """
+    """The store beside a verifier: rows that it holds are read, and if it `fills` (hybrid) new ones are added."""
 
     def __init__(self, folder: Path, spec: StoreSpec, fills: bool) -> None:
         self._folder, self._spec = folder, spec
@@ -305,13 +299,10 @@ class StateMaker:
         states = self._fetch(row)
         if isinstance(states, RowRefused):
             return self._pass_over(row, f"{states.reason} ({states.detail})" if states.detail else states.reason)
-        wrong = fault(states, row, self._spec)
-        if wrong is not None:
+        if (wrong := fault(states, row, self._spec)) is not None:
             return self._pass_over(row, wrong)
-        if is_first and self._head is not None:
-            wrong = choice_fault(states, self._head, dtype)
-            if wrong is not None:
-                raise StoreError(f"row {row.row_id}: {wrong}")
+        if is_first and self._head is not None and (wrong := choice_fault(states, self._head, dtype)) is not None:
+            raise StoreError(f"row {row.row_id}: {wrong}")
         stored = to_stored(states, row, dtype)
         if self._store is not None:
             self._store.add(stored)
@@ -330,14 +321,8 @@ class StateMaker:
             if len(self.refused) <= _NUM_LOGGED:
                 logger.warning("row %s passed over: %s", row.row_id, why)
         spec = self._spec
-        empty = TokenRow(
-            row_id=row.row_id,
-            source=row.source,
-            input_ids=row.input_ids[:2],
-            loss_mask=[0] * len(row.input_ids[:2]),
-            next_is_supervised=False,
-            tail_length=0,
-        )
+        ids = row.input_ids[:2]
+        empty = replace(row, input_ids=ids, loss_mask=[0] * len(ids), next_is_supervised=False, tail_length=0)
         width, dtype = len(spec.aux_layer_ids) * spec.hidden_size, spec.torch_dtype
         return StoredRow(
             empty,
