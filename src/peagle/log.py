@@ -106,6 +106,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def size(num_bytes: float | None) -> str:
+    """Bytes as people read them: 1.2 GB, or "?" for None."""
+    if num_bytes is None:
+        return "?"
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes / 1e3:.0f} kB"
+
+
 def versions() -> dict[str, str]:
     """Versions of Python, `peagle`, its commit if it runs from a checkout, and the libraries that decide a result."""
     found = {"python": platform.python_version(), "peagle": __version__, "platform": platform.platform()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from peagle import log
 from peagle.pipeline import plan as plans
 from peagle.pipeline.plan import (
     Fingerprints,
@@ -184,11 +185,10 @@ def test_a_limit_of_steps_ends_the_epochs_and_their_checkpoints():
 
 def test_a_narrow_terminal_gets_no_words_cut_in_two(capsys):
     recipe = read(find("qwen3-8b"), None, ())
-    steps = plan(recipe, None)
-    found, rows = plans.estimates(recipe, steps)
+    steps = plans.estimated(recipe, plan(recipe, None))
     for width in (80, 120):
         console = Console(width=width, record=True)
-        console.print(plans.table(recipe, steps, found, rows, width))
+        console.print(plans.table(recipe, steps, width))
         text = console.export_text()
         assert ("checkpoints/checkpoint_best" in text) == (width == 120)
         assert all(step.stage.name in text for step in steps)
@@ -206,13 +206,12 @@ def test_rows_are_assumed_until_they_are_counted(tmp_path):
 
 def test_a_plan_says_disk_memory_and_time_or_leaves_them_open(tmp_path, capsys):
     recipe = read(find("qwen3-8b"), tmp_path, ())
-    steps = plan(recipe, None)
-    found, rows = plans.estimates(recipe, steps)
-    by_name = dict(zip([step.stage.name for step in steps], found))
+    steps = plans.estimated(recipe, plan(recipe, None))
+    by_name = {step.stage.name: step.estimate for step in steps}
     assert by_name["extract"].disk_bytes > 1e11
     assert by_name["train"].memory_bytes > 25e9
     assert by_name["train"].seconds > 0
-    shown = plans.as_json(recipe, steps, found, rows)
+    shown = plans.as_json(recipe, steps)
     assert [stage["stage"] for stage in shown["stages"]] == [step.stage.name for step in steps]
     json.dumps(shown)
     unknown = estimate(stages(recipe)[1], recipe, None, None, None)
@@ -220,7 +219,7 @@ def test_a_plan_says_disk_memory_and_time_or_leaves_them_open(tmp_path, capsys):
 
 
 def test_sizes_and_times_are_shown_as_people_read_them():
-    shown = [plans.size(x) for x in (None, 1500.0, 2.5e6, 1.77e11, 3e12)]
+    shown = [log.size(x) for x in (None, 1500.0, 2.5e6, 1.77e11, 3e12)]
     assert shown == ["?", "2 kB", "2.5 MB", "177.0 GB", "3.0 TB"]
     assert plans.spell(None) == ""
     assert plans.spell(90.0) == "1m30s"
@@ -230,6 +229,4 @@ def test_sizes_and_times_are_shown_as_people_read_them():
 def test_a_disk_that_is_too_small_is_said_in_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(plans, "free_bytes", lambda path: 10)
     recipe = read(find("qwen3-8b"), tmp_path, ())
-    steps = plan(recipe, None)
-    found, rows = plans.estimates(recipe, steps)
-    assert "TOO SMALL" in plans.caption(recipe, steps, found, rows)
+    assert "TOO SMALL" in plans.caption(recipe, plans.estimated(recipe, plan(recipe, None)))

@@ -305,23 +305,16 @@ def _check_disk(
     advice = "Use --max-samples, a shorter --seq-length at prepare, or fewer --target-layer-ids"
     if max_disk_gb is not None and whole > max_disk_gb * 10**9:
         raise DiskError(
-            f"{folder}: the store would take {_size(whole)}, --max-disk-gb allows {max_disk_gb:g}. {advice}."
+            f"{folder}: the store would take {log.size(whole)}, --max-disk-gb allows {max_disk_gb:g}. {advice}."
         )
     if missing and needed + _SPARE_BYTES > free:
         raise DiskError(
-            f"{folder}: {len(missing)} rows need {_size(needed)}, the disk has {_size(free)} free. {advice}, or "
+            f"{folder}: {len(missing)} rows need {log.size(needed)}, the disk has {log.size(free)} free. {advice}, or "
             "another --output."
         )
     if missing:
-        logger.info("%d rows to extract: about %s, %s free on the disk", len(missing), _size(needed), _size(free))
+        logger.info("%d rows to extract: about %s, %s free on the disk", len(missing), log.size(needed), log.size(free))
     return whole
-
-
-def _size(num_bytes: float) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes / 1e3:.0f} kB"
 
 
 def open_source(

@@ -56,10 +56,10 @@ class DemoConfig(StageConfig):
 
 
 class DoctorConfig(StageConfig):
-    """Examine the environment; with a model (and data) try the whole pipeline on a few rows and say what would fail.
+    """Examine the environment, a model, and the pipeline on a few rows of data, and say what would fail.
 
-    One line for each finding: ok, warn, or FAIL with what to do. Exits with 1 if anything failed, and leaves nothing
-    behind.
+    A model folder goes as far as extraction, one training step and a check of the checkpoint; for a hub id, rows are
+    prepared and the run is estimated. Exits with 1 if anything failed, and leaves nothing behind.
 
         peagle doctor
         peagle doctor Qwen/Qwen3-8B --data sharegpt --max-samples 5000

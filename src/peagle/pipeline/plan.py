@@ -12,7 +12,7 @@ import json
 import math
 import timeit
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,17 @@ _WIDE = 116
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """What a stage takes; None where nothing can be said."""
+
+    disk_bytes: float | None = None
+    memory_bytes: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """A stage and what is to be done about it."""
+    """A stage, what is to be done about it, and what that takes."""
 
     stage: Stage
     key: str | None
@@ -54,6 +63,7 @@ class Step:
     action: str
     """"skip", "resume" or "run"."""
     why: str
+    estimate: Estimate = Estimate()
 
 
 class Fingerprints:
@@ -124,19 +134,22 @@ def decide(stage: Stage, pending: Sequence[Stage], state: dict[str, Any], prints
     """Decide about one stage, given the earlier stages yet to run and what earlier runs did (`read_state`)."""
     awaited = [earlier.name for earlier in pending if _reads(stage, earlier)]
     if awaited:
-        return Step(stage, None, "run", "after " + ("all of them" if stage.name == "report" else " and ".join(awaited)))
+        why = "after " + ("all of them" if stage.name == "report" else " and ".join(awaited))
+        return Step(stage=stage, key=None, action="run", why=why)
     key = key_of(stage, {name: prints.of(Path(name)) or "by name" for name in stage.inputs})
     known = state.get(stage.name, {})
+    action, why = "run", "its settings or what it reads have changed"
     if not known:
-        return Step(stage, key, "run", "not done yet")
-    if known.get("key") != key:
-        return Step(stage, key, "run", "its settings or what it reads have changed")
-    if known.get("status") != "done":
-        return Step(stage, key, "resume", "goes on where it stopped")
-    made = prints.of(stage.output)
-    if made == known.get("made") and made is not None:
-        return Step(stage, key, "skip", "up to date")
-    return Step(stage, key, "run", f"{stage.output} " + ("is gone" if made is None else "was changed since"))
+        why = "not done yet"
+    elif known.get("key") == key and known.get("status") != "done":
+        action, why = "resume", "goes on where it stopped"
+    elif known.get("key") == key:
+        made = prints.of(stage.output)
+        if made == known.get("made") and made is not None:
+            action, why = "skip", "up to date"
+        else:
+            why = f"{stage.output} " + ("is gone" if made is None else "was changed since")
+    return Step(stage=stage, key=key, action=action, why=why)
 
 
 def key_of(stage: Stage, inputs: dict[str, str]) -> str:
@@ -176,15 +189,6 @@ class RowSizes:
     num_tokens: int
     num_supervised: int
     is_counted: bool
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """One stage; None where nothing can be said."""
-
-    disk_bytes: float | None
-    memory_bytes: float | None
-    seconds: float | None
 
 
 def num_aux_layers(config: ExtractConfig | TrainConfig) -> int:
@@ -292,7 +296,7 @@ def estimate(stage: Stage, recipe: Recipe, sizes: Sizes | None, rows: RowSizes |
     Time needs `rate`, this machine's multiply-adds per second.
     """
     if sizes is None or rows is None:
-        return Estimate(None, None, None)
+        return Estimate()
     config = stage.config
     verifier_work = sizes.parameters_billion * 1e9
     verifier_bytes = 2 * verifier_work + 2e9
@@ -352,19 +356,17 @@ def measured_rate() -> float:
     return size**3 / min(timeit.repeat(lambda: (a @ a).sum().item(), repeat=5, number=1))
 
 
-def estimates(recipe: Recipe, steps: Sequence[Step]) -> tuple[list[Estimate], RowSizes | None]:
-    """Estimate every step; the machine's rate is measured if anything is to be run."""
+def estimated(recipe: Recipe, steps: Sequence[Step]) -> list[Step]:
+    """The steps with their estimates; the machine's rate is measured if anything is to be run."""
     sizes, rows = sizes_of(recipe), count_rows(recipe)
     rate = measured_rate() if any(step.action != "skip" for step in steps) else None
-    return [estimate(step.stage, recipe, sizes, rows, rate) for step in steps], rows
+    return [replace(step, estimate=estimate(step.stage, recipe, sizes, rows, rate)) for step in steps]
 
 
-def table(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows: RowSizes | None, width: int) -> Table:
+def table(recipe: Recipe, steps: Sequence[Step], width: int) -> Table:
     """The plan for a terminal of so many columns; what each stage makes is left out where it would be cut up."""
     title = f"{recipe.name}: {recipe.description or recipe.verifier}"
-    shown = Table(
-        title=title, caption=caption(recipe, steps, costs, rows), title_justify="left", caption_justify="left"
-    )
+    shown = Table(title=title, caption=caption(recipe, steps), title_justify="left", caption_justify="left")
     is_wide = width >= _WIDE
     for name in ("stage", "plan"):
         shown.add_column(name, no_wrap=True)
@@ -372,9 +374,10 @@ def table(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows
         shown.add_column(name, overflow="fold")
     for name in ("disk", "memory", "time here"):
         shown.add_column(name, justify="right", no_wrap=True)
-    for step, one in zip(steps, costs):
-        is_idle = step.action == "skip"
-        figures = ("", "", "") if is_idle else (size(one.disk_bytes), size(one.memory_bytes), spell(one.seconds))
+    for step in steps:
+        is_idle, one = step.action == "skip", step.estimate
+        sizes = log.size(one.disk_bytes), log.size(one.memory_bytes)
+        figures = ("", "", "") if is_idle else (*sizes, spell(one.seconds))
         made = step.stage.output
         place = made.relative_to(recipe.output) if made.is_relative_to(recipe.output) else made
         makes = (str(place),) if is_wide else ()
@@ -382,9 +385,9 @@ def table(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows
     return shown
 
 
-def caption(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows: RowSizes | None) -> str:
-    """What the figures rest on, and whether the disk has room."""
-    parts = []
+def caption(recipe: Recipe, steps: Sequence[Step]) -> str:
+    """What the figures rest on, and whether the disk is large enough."""
+    parts, rows = [], count_rows(recipe)
     if rows is None:
         parts.append("Rows have no limit (max_samples), so nothing can be estimated before `prepare` has run.")
     elif rows.is_counted:
@@ -393,16 +396,17 @@ def caption(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], ro
     else:
         mean = rows.num_tokens // max(rows.num_rows, 1)
         parts.append(f"{rows.num_rows:,} rows of {mean:,} tokens on average are assumed until `prepare` counted them.")
-    need = sum(one.disk_bytes or 0 for step, one in zip(steps, costs) if step.action != "skip")
+    need = sum(step.estimate.disk_bytes or 0 for step in steps if step.action != "skip")
     free = free_bytes(recipe.output)
     verdict = "" if need <= free else "  THE DISK IS TOO SMALL."
-    parts.append(f"Disk: {size(need)} needed, {size(free)} free at {recipe.output}.{verdict}")
+    parts.append(f"Disk: {log.size(need)} needed, {log.size(free)} free at {recipe.output}.{verdict}")
     parts.append("Time is for this machine as busy as it is now, to a factor of two or three.")
     return " ".join(parts)
 
 
-def as_json(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], rows: RowSizes | None) -> dict[str, Any]:
+def as_json(recipe: Recipe, steps: Sequence[Step]) -> dict[str, Any]:
     """The plan as JSON."""
+    rows = count_rows(recipe)
     return {
         "name": recipe.name,
         "verifier": recipe.verifier,
@@ -416,21 +420,11 @@ def as_json(recipe: Recipe, steps: Sequence[Step], costs: Sequence[Estimate], ro
                 "why": step.why,
                 "output": str(step.stage.output),
                 "settings": step.stage.settings,
-                **vars(one),
+                **vars(step.estimate),
             }
-            for step, one in zip(steps, costs)
+            for step in steps
         ],
     }
-
-
-def size(value: float | None) -> str:
-    """Bytes as people read them: 1.2 GB."""
-    if value is None:
-        return "?"
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if value >= factor:
-            return f"{value / factor:.1f} {unit}"
-    return f"{value / 1e3:.0f} kB"
 
 
 def spell(seconds: float | None) -> str:

@@ -42,13 +42,12 @@ def run(config: RunConfig) -> int:
         return 0
     recipe = read(find(config.recipe), config.output, config.changes)
     if config.dry_run:
-        steps = plans.plan(recipe, config.until)
-        costs, rows = plans.estimates(recipe, steps)
+        steps = plans.estimated(recipe, plans.plan(recipe, config.until))
         if config.json_output:
-            print(json.dumps(plans.as_json(recipe, steps, costs, rows), indent=2))
+            print(json.dumps(plans.as_json(recipe, steps), indent=2))
         else:
             console = Console()
-            console.print(plans.table(recipe, steps, costs, rows, console.width))
+            console.print(plans.table(recipe, steps, console.width))
         return 0
     status = run_recipe(recipe, config.until, {})
     if status:
