@@ -259,12 +259,7 @@ def fault(answer: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
 
 
 def choice_fault(answer: RowStates, head: VerifierHead, dtype: torch.dtype) -> str | None:
-    """Check that head(norm(last_states)) reproduces the verifier's own next-token choice.
-
-    Args:
-        answer: states with `choice_pos` and `choice_ids`.
-        head: from the verifier's files, on any device.
-        dtype: in which the verifier computed.
+    """Check that head(norm(last_states)) reproduces the verifier's own next-token choice, computed in `dtype`.
 
     Returns:
         None, or the first position at which another token clearly wins. A tie within the rounding of `dtype` is none:
@@ -326,15 +321,10 @@ def open_source(
     sample: TokenRow,
     rank: int,
 ) -> StateSource:
-    """Open the source that a job asks for.
+    """Open the source that a job's `endpoint` and `backend` ask for.
 
-    Args:
-        config: `endpoint` and `backend` decide.
-        spec: layer ids and dtype.
-        verifier: what computes the states.
-        head: from its files; the Transformers backend proves it on `sample`, any row, before the job starts.
-        sample: see `head`.
-        rank: of several processes that make the same store (0 of one): their files must not be taken for one another's.
+    The Transformers backend proves `head` on `sample`, any row, before the job starts. `rank` tells processes that make
+    the same store apart (0 of one): their files must not be taken for one another's.
 
     Raises:
         PeagleError: the verifier cannot be loaded or reached, or its files do not give its own logits.

@@ -74,12 +74,8 @@ class StoreSpec:
     ) -> StoreSpec:
         """What a verifier's states will be like.
 
-        Args:
-            verifier: what makes them.
-            aux_layer_ids: ids in any order; None for the default.
-            dtype: "auto" is the verifier's own.
-            tokenizer_sha256: of the tokenizer that made the rows.
-            is_served: whether a server has the weights, so that they need not be on this machine.
+        `aux_layer_ids` come in any order, None for the default; `dtype` "auto" is the verifier's own; `is_served` says
+        that a server has the weights, so that they need not be on this machine.
 
         Raises:
             VerifierError: layer ids that it does not have, or no weights.
@@ -228,11 +224,6 @@ class Shard:
     num_bytes: int
     sha256: str
     rows: tuple[RowEntry, ...]
-
-    @property
-    def index_path(self) -> Path:
-        """The JSON file beside it."""
-        return self.path.with_suffix(".json")
 
     def fault(self) -> str | None:
         """Compare the file with the index, checksum included: None, or what is wrong. Reads the whole file."""

@@ -160,7 +160,7 @@ def write_shard(folder: Path, number: int, rows: list[StoredRow]) -> Shard:
         num_bytes, digest = temporary.stat().st_size, sha256_file(temporary)
     shard = Shard(path, num_bytes, digest, tuple(RowEntry.of(stored.row) for stored in rows))
     index = {"file": path.name, "bytes": num_bytes, "sha256": digest, "rows": [asdict(entry) for entry in shard.rows]}
-    write_json(shard.index_path, index)
+    write_json(path.with_suffix(".json"), index)
     return shard
 
 

@@ -37,12 +37,7 @@ class PassStates:
 
 
 class TransformersVerifier:
-    """A verifier in this process.
-
-    Args:
-        config: what to load.
-        dtype: "auto" for the verifier's own, else "float32", "bfloat16", "float16" or a torch dtype.
-        device: "auto" for the first GPU or else the CPU, or a torch device.
+    """A verifier in this process; see `resolve_dtype` and `resolve_device`.
 
     Raises:
         VerifierError: it cannot be loaded, or weights are missing from its files; one line.
@@ -65,18 +60,10 @@ class TransformersVerifier:
             raise VerifierError(f"{config.name_or_path}: {type(self.model).__name__} has no language-model head")
 
     def states(self, rows: Sequence[list[int]], aux_layer_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Auxiliary and last states of each row, in the order given.
+        """Auxiliary and last states (see `PassStates`) of each row, none empty, in the order given.
 
         Rows of like length run together, padded on the right, where causal attention cannot see it: a row's states are
         those of running it alone, up to rounding.
-
-        Args:
-            rows: token ids, none empty.
-            aux_layer_ids: see `resolve_aux_layer_ids`.
-
-        Returns:
-            For each row (aux_states [num_tokens, num_aux_layers * hidden_size], last_states [num_tokens, hidden_size]),
-            on the CPU in the verifier's dtype; last_states are before the final norm.
         """
         states: dict[int, PassStates] = {}
         for group in group_by_length([len(row) for row in rows], 16):
@@ -107,11 +94,7 @@ class TransformersVerifier:
 
     @torch.no_grad()
     def check_head(self, head: VerifierHead, ids: list[int]) -> None:
-        """Prove on one row that a head read from the files gives the model's own logits.
-
-        Args:
-            head: of the same verifier, on any device.
-            ids: token ids, at least one.
+        """Prove on one row, of at least one token, that a head read from the files gives the model's own logits.
 
         Raises:
             VerifierError: the logits differ by more than the dtype's rounding: a family whose norm, scale or soft-cap
@@ -247,13 +230,8 @@ class TransformersSource:
     """A `StateSource` over the verifier in this process: rows of like length run together.
 
     The groups depend on the whole job, not on what is left of it, and a group of which one row is wanted runs whole: a
-    resumed job gives the bits of an uninterrupted one.
-
-    Args:
-        verifier: the model.
-        aux_layer_ids: see `resolve_aux_layer_ids`.
-        batch_size: rows of one pass.
-        with_choices: give the verifier's next-token choice at every position that has a label.
+    resumed job gives the bits of an uninterrupted one. A pass takes `batch_size` rows; `with_choices` gives the
+    verifier's next-token choice at every position that has a label.
     """
 
     def __init__(

@@ -78,15 +78,9 @@ class VerifierConfig:
 def load_verifier_config(
     name_or_path: str, trust_remote_code: bool, tensor_names: Sequence[str] = ()
 ) -> VerifierConfig:
-    """Read what `peagle` has to know about a verifier from its configuration.
+    """Read a model folder's or hub id's configuration, every number resolved (Transformers' class defaults included).
 
-    Args:
-        name_or_path: a model folder or a hub id.
-        trust_remote_code: let the model's own configuration code run.
-        tensor_names: "role=name" each (`--verifier-tensors`), for a family whose names `weights.py` does not know.
-
-    Returns:
-        The configuration, every number resolved (class defaults of Transformers included).
+    `tensor_names` are "role=name" each (`--verifier-tensors`), for a family whose names `weights.py` does not know.
 
     Raises:
         VerifierError: there is no such model, no configuration, an unknown model type or role, or a field without which
@@ -185,14 +179,10 @@ def drafter_rope(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_aux_layer_ids(num_layers: int, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Which of the verifier's layers a drafter reads: those given, or the default 2, L // 2, L - 3.
-
-    Args:
-        num_layers: L, layers of the verifier.
-        given: ids in any order (states always come in ascending order, as in vLLM), or None.
+    """Which of the verifier's L layers a drafter reads: those given, in any order, or the default 2, L // 2, L - 3.
 
     Returns:
-        Distinct ids in 0 .. L, ascending.
+        Distinct ids in 0 .. L, ascending, as vLLM hands out the states.
 
     Raises:
         VerifierError: an id is out of range or given twice, or the default collides in a shallow verifier.

@@ -79,14 +79,7 @@ class VerifierHead:
     logit_softcap: float | None
 
     def normed(self, last_states: Tensor) -> Tensor:
-        """Apply the final norm, once, in float32 at least.
-
-        Args:
-            last_states: [..., hidden_size], before the norm, any float dtype.
-
-        Returns:
-            [..., hidden_size] in the dtype of `weight`.
-        """
+        """Apply the final norm, once, in float32 at least; [..., hidden_size], the result in the dtype of `weight`."""
         states = last_states.to(self.norm_weight.dtype)
         scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.norm_eps)
         return (states * scale * self.norm_weight).to(self.weight.dtype)
@@ -111,10 +104,7 @@ class VerifierHead:
 
 
 def load_head(verifier: VerifierConfig) -> VerifierHead:
-    """Read the final norm and the head (of a tied verifier, the embedding).
-
-    Returns:
-        The head on the CPU, its matrix in the dtype of the file.
+    """Read the final norm and the head (of a tied verifier, the embedding), on the CPU in the dtype of the file.
 
     Raises:
         VerifierError: no weights, unknown tensor names (close ones are listed), a packed head (its format is named),
@@ -148,9 +138,6 @@ def load_embedding(verifier: VerifierConfig) -> Tensor:
 
     Returns:
         [vocab_size, hidden_size] on the CPU, in the dtype of the file (float32 when a scale was folded in).
-
-    Raises:
-        VerifierError: as `load_head`.
     """
     weight = _matrix(TensorFiles.open(verifier.name_or_path), verifier, "embedding")
     return weight if verifier.embedding_scale == 1.0 else weight.to(torch.float32) * verifier.embedding_scale
