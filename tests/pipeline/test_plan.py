@@ -19,7 +19,6 @@ from peagle.pipeline.plan import (
     estimate,
     key_of,
     plan,
-    slots_per_supervised,
     store_bytes,
     training_bytes,
     training_epochs,
@@ -164,10 +163,19 @@ def test_states_of_six_million_tokens_take_177_gb():
 
 
 def test_slots_and_work_follow_the_ratios_down_to_the_floor():
-    assert slots_per_supervised(4, 0.7, 0.2) == pytest.approx(2.533)
-    assert slots_per_supervised(8, 0.5, 0.2) == pytest.approx(1 + 0.5 + 0.25 + 5 * 0.2)
-    work = training_work(RowSizes(1, 1000, 600, True), SIZES, training())
-    assert work / 1000 == pytest.approx(6.85e9, rel=0.01)
+    rows = RowSizes(1, 1000, 600, True)
+    assert training_work(rows, SIZES, training()) / 1000 == pytest.approx(6.85e9, rel=0.01)
+
+    def slots(**given) -> float:
+        """Per supervised position, from what one more of them adds to the work of one depth."""
+        layers, _, head = drafter_parameters(SIZES, 4, SIZES.vocab_size, 3)
+        more = training_work(rows, SIZES, training(**given)) - training_work(rows, SIZES, training(num_depths=1))
+        return 1 + more / (600 * (3 * layers + 2 * head))
+
+    shallow = {"num_depths": 4, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2}
+    assert slots(**shallow) == pytest.approx(1 + 0.7 + 0.49 + 0.343)
+    deep = {"num_depths": 8, "down_sample_ratio": 0.5, "down_sample_ratio_min": 0.2}
+    assert slots(**deep) == pytest.approx(1 + 0.5 + 0.25 + 5 * 0.2)
 
 
 def test_a_limit_of_steps_ends_the_epochs_and_their_checkpoints():

@@ -7,7 +7,7 @@ a document id per slot keeps them apart, -1 is padding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,26 +56,21 @@ class Batch:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The same batch on `device`, states in `dtype`."""
-        return Batch(
+        return replace(
+            self,
             pair_ids=self.pair_ids.to(device),
             aux_states=self.aux_states.to(device, dtype),
             rope_pos=self.rope_pos.to(device),
             document_ids=self.document_ids.to(device),
             label_of_pair=self.label_of_pair.to(device),
             last_states=self.last_states.to(device, dtype),
-            row_ids=self.row_ids,
         )
 
 
 def pack(rows: list[StoredRow], num_pairs: int | None) -> Batch:
-    """Put rows one after another.
+    """Put rows, each of at least two tokens, one after another and pad to `num_pairs` pair slots (None: no padding).
 
-    Args:
-        rows: at least one row of at least two tokens.
-        num_pairs: pad to this many pair slots; None pads nothing.
-
-    Returns:
-        The batch. Labels inside a row's replay tail are kept out of supervision: `label_of_pair` is -1 there.
+    Labels inside a row's replay tail are kept out of supervision: `label_of_pair` is -1 there.
     """
     pair_ids, aux, rope_pos, documents, labels, last = [], [], [], [], [], []
     num_labels = 0

@@ -99,11 +99,7 @@ class StoreSpec:
         )
 
     def check_types(self) -> None:
-        """Refuse what no writer wrote.
-
-        Raises:
-            TypeError: names the field.
-        """
+        """Refuse what no writer wrote: raises a TypeError that names the field."""
         for name in ("num_layers", "hidden_size", "vocab_size"):
             if type(getattr(self, name)) is not int:
                 raise TypeError(f"{name} is {getattr(self, name)!r}, expected a whole number")

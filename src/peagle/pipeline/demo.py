@@ -24,12 +24,7 @@ from peagle.pipeline.run import run_recipe
 
 
 def demo(config: DemoConfig) -> int:
-    """Run the recipe.
-
-    Returns:
-        0, or 1 if an answer differed from the verifier's own or replay counted otherwise than decoding; the exit status
-        of a stage that failed.
-    """
+    """Run the recipe; returns the exit status of a stage that failed, else `verdict`."""
     began_s = time.monotonic()
     root = config.output
     asked = {

@@ -252,16 +252,11 @@ def store_bytes(rows: RowSizes, hidden_size: int, bytes_per_value: int, num_aux_
     return bytes_per_value * hidden_size * (num_aux_layers * rows.num_tokens + rows.num_supervised)
 
 
-def slots_per_supervised(num_depths: int, ratio: float, floor: float) -> float:
-    """Slots that a supervised position is trained at, over all depths: 1 + sum over d of max(ratio^d, floor)."""
-    return 1 + sum(max(ratio**depth, floor) for depth in range(1, num_depths))
-
-
 def training_work(rows: RowSizes, sizes: Sizes, config: TrainConfig) -> float:
     """Multiply-adds of an epoch: three passes' worth of the network per slot, two of the head, one of the verifier."""
     layers, _, head = _parameters(sizes, config)
     ratio, floor = config.down_sample_ratio, config.down_sample_ratio_min
-    slots = rows.num_supervised * slots_per_supervised(config.num_depths, ratio, floor)
+    slots = rows.num_supervised * sum(max(ratio**depth, floor) for depth in range(config.num_depths))
     network_slots = rows.num_tokens + slots - rows.num_supervised
     verifier_head = sizes.vocab_size * sizes.hidden_size * rows.num_supervised
     return 3.0 * layers * network_slots + 2.0 * head * slots + verifier_head

@@ -142,12 +142,7 @@ def find(name_or_path: str) -> Path:
 
 
 def read(path: Path, output: Path | None, changes: tuple[str, ...]) -> Recipe:
-    """Read a recipe.
-
-    Args:
-        path: the YAML file.
-        output: replaces the file's `output`.
-        changes: `stage.key=value` settings that win over the file, such as "train.lr=1e-3".
+    """Read a recipe's YAML file; `output`, and `changes` such as "train.lr=1e-3", win over it.
 
     Raises:
         ConfigError: an unknown key, at the recipe's level or a stage's, or a value that does not fit.

@@ -136,7 +136,6 @@ def _write_settings(recipe: Recipe, command: str, settings: dict[str, object]) -
 
 
 def _stopped(stage: str, status: int) -> int:
-    """Say which stage stopped; its own message stands above."""
     logger.error("stage `%s` stopped with status %d", stage, status)
     return 128 - status if status < 0 else status
 

@@ -20,10 +20,7 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def check_checkpoint(config: CheckConfig, engine: InstalledVllm | None) -> Findings:
-    """Check a checkpoint for the vLLM that will serve it (None: not known).
-
-    Returns:
-        Everything found, in the order: files, config, tensors, verifier, engine.
+    """Check files, config, tensors, verifier, and the vLLM that will serve it (None: not known), in this order.
 
     Raises:
         CheckpointError: there is no such checkpoint.

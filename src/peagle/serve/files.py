@@ -32,7 +32,7 @@ class CheckFinding:
 
 @dataclass
 class Findings:
-    """Findings in the order in which they came."""
+    """Findings in the order in which they came: errors keep a checkpoint from being served as it was trained."""
 
     found: list[CheckFinding] = field(default_factory=list)
 

@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(config: ServeConfig) -> int:
-    """Check, then exec vLLM: it takes over this process, its signals and its exit status.
-
-    Returns:
-        0 after a dry run; otherwise it does not return.
+    """Check, then exec vLLM: it takes over this process, its signals and its exit status. Returns after a dry run.
 
     Raises:
         CheckpointError: the checkpoint cannot be served as it was trained.

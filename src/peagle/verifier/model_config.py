@@ -249,17 +249,13 @@ def _load_config(name_or_path: str, trust_remote_code: bool) -> Any:
         raise VerifierError(f"{name_or_path}: expected a model folder or a hub id, found a file")
     if path.is_dir() and not (path / "config.json").exists():
         raise VerifierError(f"{name_or_path}: no config.json in this folder; is it a model?")
-    if not path.is_dir() and looks_like_path(name_or_path):
+    is_path = name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1 or name_or_path.endswith("/")
+    if is_path and not path.is_dir():  # else a hub id: `owner/name` or `name`
         raise VerifierError(f"{name_or_path}: no such folder")
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except Exception as error:  # Transformers' checks of fields raise classes of their own
         raise VerifierError(f"{name_or_path}: its configuration cannot be read: {one_line(error)}") from None
-
-
-def looks_like_path(name: str) -> bool:
-    """Tell a path from a hub id (`owner/name` or `name`)."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
 
 
 def _norm_eps(read: _Reader, model_type: str) -> float:
@@ -316,8 +312,7 @@ def _eos_token_ids(config: Any, text: Any, name_or_path: str) -> tuple[int, ...]
 
 
 def _quantization(config: Any, text: Any) -> str | None:
-    for holder in (config, text):
-        block = getattr(holder, "quantization_config", None)
-        if block:
-            return str((block if isinstance(block, dict) else block.to_dict()).get("quant_method") or "unnamed")
-    return None
+    block = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if not block:
+        return None
+    return str((block if isinstance(block, dict) else block.to_dict()).get("quant_method") or "unnamed")

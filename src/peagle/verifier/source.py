@@ -129,15 +129,7 @@ class AnswerSource(Protocol):
         ...
 
     def answers(self, prompts: Sequence[Prompt], wanted: AbstractSet[str]) -> Iterator[RowAnswer | RowRefused]:
-        """Yield each wanted prompt's answer once, in any order, as soon as it is there.
-
-        Args:
-            prompts: the whole job, whether or not it resumes, so that groups can be the same each time.
-            wanted: ids of the rows whose answers are needed.
-
-        Raises:
-            PeagleError: the job cannot go on. What was yielded before stays.
-        """
+        """Yield each wanted prompt's answer once, as `StateSource.states` does with rows."""
         ...
 
     def close(self) -> None:

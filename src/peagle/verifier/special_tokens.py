@@ -28,13 +28,8 @@ def resolve_mask_token(tokenizer: Any, vocab_size: int, given: int | None, seen_
 
     In order: `given`; the tokenizer's own mask token; a `<|MASK|>` token, existing or new, in an embedding row that the
     tokenizer does not use (Qwen3-8B: 151669); then pad, eos, unk, each with a warning, because the drafter then cannot
-    tell a slot it must guess from a real such token.
-
-    Args:
-        tokenizer: a Transformers tokenizer.
-        vocab_size: rows of the verifier's embedding.
-        given: `--mask-token-id`, or None.
-        seen_ids: ids that occur in the data; an unused row is looked for outside them.
+    tell a slot it must guess from a real such token. `vocab_size` counts the embedding's rows; an unused one is looked
+    for outside `seen_ids`, which occur in the data.
 
     Raises:
         VerifierError: `given` is no row of the embedding, or nothing is left; says what to set.
@@ -61,8 +56,9 @@ def resolve_mask_token(tokenizer: Any, vocab_size: int, given: int | None, seen_
         shared = getattr(tokenizer, f"{name}_token_id", None)
         if shared is not None and shared < vocab_size:
             warning = (
-                f"no mask token: {full}, so the {name} token {shared} ({_text(tokenizer, shared)!r}) stands for it. "
-                "The drafter cannot tell the two apart; set --mask-token-id to a token that your text never has."
+                f"no mask token: {full}, so the {name} token {shared} ({tokenizer.convert_ids_to_tokens(shared)!r}) "
+                "stands for it. The drafter cannot tell the two apart; set --mask-token-id to a token that your text "
+                "never has."
             )
             return MaskToken(int(shared), f"{name} token", warning)
     raise VerifierError(
@@ -81,15 +77,11 @@ def _given(tokenizer: Any, vocab_size: int, given: int, seen_ids: Collection[int
     if roles:
         trouble = f"is also the {' and '.join(roles)} token"
     elif given in seen_ids:
-        trouble = f"({_text(tokenizer, given)!r}) occurs in the data"
+        trouble = f"({tokenizer.convert_ids_to_tokens(given)!r}) occurs in the data"
     else:
         return MaskToken(given, "asked", None)
     warning = f"--mask-token-id {given} {trouble}: the drafter cannot tell a slot it must guess from that token"
     return MaskToken(given, "asked", warning)
-
-
-def _text(tokenizer: Any, token_id: int) -> str:
-    return str(tokenizer.convert_ids_to_tokens(token_id))
 
 
 def eos_ids(verifier: VerifierConfig, tokenizer: Any) -> tuple[int, ...]:

@@ -262,8 +262,7 @@ class TensorFiles:
                     raise VerifierError(f"{path}: not a weight index: it names the file {odd!r}")
                 return TensorFiles(name_or_path, table)
         for single in _SINGLES:
-            path = _find(name_or_path, single)
-            if path is not None:
+            if path := _find(name_or_path, single):
                 return TensorFiles(name_or_path, dict.fromkeys(_names(path), single))
         if Path(name_or_path).is_dir():
             table = {}
