@@ -76,11 +76,7 @@ class ExtractOutcome:
 def extract(config: ExtractConfig) -> int:
     """Fill the store, or what is missing of it.
 
-    Returns:
-        0 when the job ran to its end and the store holds rows.
-
-    Raises:
-        PeagleError: the data, the verifier, the store or the disk cannot be used; or nothing could be stored.
+    Returns 0; a PeagleError says that data, verifier, store or disk cannot be used, or that nothing could be stored.
     """
     started_s = time.monotonic()
     prepared = load_prepared(config.preprocessed_data)
@@ -236,15 +232,9 @@ def _reasons(outcome: ExtractOutcome) -> str:
 
 
 def fault(answer: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
-    """Compare a source's answer with the row it is for.
-
-    Returns:
-        None, or what is wrong: other ids (with the first index that differs), another number of states than tokens,
-        another width, NaN or infinity.
-    """
+    """Compare a source's answer with the row it is for: None, or what is wrong with its ids, shapes or numbers."""
     if answer.input_ids != row.input_ids:
-        first = first_difference(answer.input_ids, row.input_ids)
-        return f"the verifier read other token ids, first at index {first}"
+        return f"the verifier read other token ids, first at index {first_difference(answer.input_ids, row.input_ids)}"
     for name, states, num_layers in (
         ("aux_states", answer.aux_states, len(spec.aux_layer_ids)),
         ("last_states", answer.last_states, 1),

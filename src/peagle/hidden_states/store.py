@@ -130,11 +130,7 @@ class StoreSpec:
         return states * self.hidden_size * self.torch_dtype.itemsize + tokens + names
 
     def require_same(self, other: StoreSpec, where: Path) -> None:
-        """Refuse to mix: `self` is what the store was made for, `other` what is wanted now.
-
-        Raises:
-            StoreError: names the first field that differs.
-        """
+        """Refuse to mix what the store was made for with `other`, wanted now: a StoreError names what differs."""
         for name, label in (
             ("aux_layer_ids", "layer ids"),
             ("dtype", "dtype"),
@@ -172,11 +168,7 @@ class RowEntry:
 
     @staticmethod
     def read(fields: dict[str, Any]) -> RowEntry:
-        """An entry as an index has it.
-
-        Raises:
-            TypeError: a field is missing, unknown or of another type: the index was damaged.
-        """
+        """An entry as an index has it; a TypeError if a field is missing, unknown or of another type."""
         entry = RowEntry(**fields)
         for name, type_name in RowEntry.__annotations__.items():
             if type(getattr(entry, name)).__name__ != type_name:
@@ -252,11 +244,7 @@ class Shard:
 
 
 def read_spec(folder: Path) -> tuple[StoreSpec, bool]:
-    """The spec of a store and whether its extraction ran to its end.
-
-    Raises:
-        StoreError: there is no store, or it is of another format.
-    """
+    """The spec of a store and whether its extraction ran to its end; a StoreError if it is no store of this format."""
     path = folder / SPEC_FILE
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -283,11 +271,7 @@ def write_spec(folder: Path, spec: StoreSpec, is_complete: bool) -> None:
 
 
 def read_index(path: Path) -> Shard:
-    """Read a shard's index.
-
-    Raises:
-        StoreError: it is not one.
-    """
+    """Read a shard's index; a StoreError if it is not one."""
     try:
         index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rows = tuple(RowEntry.read(entry) for entry in index["rows"])
@@ -317,11 +301,7 @@ class StoreReader:
 
     @staticmethod
     def open(folder: Path) -> StoreReader:
-        """Open a store.
-
-        Raises:
-            StoreError: no store, no rows, or a shard (named) that is missing or of another size than it was.
-        """
+        """Open a store; a StoreError if it holds no rows, or names a shard that is missing or of another size."""
         folder = Path(folder)
         spec, is_complete = read_spec(folder)
         shards = [read_index(path) for path in index_paths(folder)]
@@ -346,11 +326,7 @@ class StoreReader:
         return row_id in self._places
 
     def entry(self, row_id: str) -> RowEntry:
-        """What the index says of a row, without reading its shard.
-
-        Raises:
-            StoreError: no such row.
-        """
+        """What the index says of a row, without reading its shard; a StoreError if there is no such row."""
         try:
             shard, place = self._places[row_id]
         except KeyError:
@@ -358,9 +334,7 @@ class StoreReader:
         return shard.rows[place]
 
     def read(self, row_id: str) -> StoredRow:
-        """A row with its states.
-
-        The shard is verified when its first row is read; a row is searched for NaN and infinity at its first reading.
+        """A row with its states, which are searched for NaN and infinity when they are read first.
 
         Raises:
             StoreError: no such row, a damaged shard (named), or NaN or infinity in the states (the row is named).
@@ -373,8 +347,7 @@ class StoreReader:
             raise damaged(shard, f"holds other tokens for row {row_id} than its index says")
         # 2. its states, in a shard that is whole
         if shard.path not in self._verified:
-            fault = shard.fault()
-            if fault:
+            if fault := shard.fault():
                 raise damaged(shard, fault)
             self._verified.add(shard.path)
         aux, label_pos, last = self._tensors(shard, place, PARTS[2:])

@@ -141,8 +141,7 @@ class StoreWriter:
 def write_shard(folder: Path, number: int, rows: list[StoredRow]) -> Shard:
     """Write rows as shard `number`: tensors first, then the index that makes them count.
 
-    Raises:
-        DiskError: no space; nothing of this shard is left.
+    With no space left it is a DiskError, and nothing of this shard remains.
     """
     tensors: dict[str, Tensor] = {}
     for place, stored in enumerate(rows):

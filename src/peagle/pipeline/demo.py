@@ -48,11 +48,7 @@ def demo(config: DemoConfig) -> int:
 
 
 def clear(root: Path) -> None:
-    """Remove what an earlier demo left, and nothing else.
-
-    Raises:
-        PeagleError: the folder holds something that no demo made.
-    """
+    """Remove what an earlier demo left; a PeagleError if the folder holds something that no demo made."""
     if root.is_dir() and any(root.iterdir()) and not (root / "demo.json").is_file():
         raise PeagleError(f"{root}: not empty, and no earlier demo made it; give another --output")
     shutil.rmtree(root, ignore_errors=True)

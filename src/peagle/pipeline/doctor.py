@@ -66,11 +66,7 @@ class Finding:
 
 
 def doctor(config: DoctorConfig) -> int:
-    """Examine everything that was named and print it.
-
-    Returns:
-        0 if nothing failed (warnings are fine), else 1.
-    """
+    """Examine everything that was named and print it; 0 if nothing failed (warnings are fine), else 1."""
     findings = []
     out = Console()
     for finding in examine(config):

@@ -118,11 +118,7 @@ def plan(recipe: Recipe, until: str | None) -> list[Step]:
 
 
 def stages_until(recipe: Recipe, until: str | None) -> list[Stage]:
-    """A recipe's stages up to the one named, or all.
-
-    Raises:
-        PeagleError: the recipe has no such stage.
-    """
+    """A recipe's stages up to the one named, or all; a PeagleError if there is no such stage."""
     found = stages(recipe)
     names = [stage.name for stage in found]
     if until not in (None, *names):

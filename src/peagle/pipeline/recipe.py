@@ -125,11 +125,7 @@ class Stage:
 
 
 def find(name_or_path: str) -> Path:
-    """A recipe file: a path, or the name of a shipped one.
-
-    Raises:
-        ConfigError: neither; the nearest shipped name is offered.
-    """
+    """A recipe file: a path, or the name of a shipped one; else a ConfigError offers the nearest."""
     path = Path(name_or_path)
     if path.is_file():
         return path
@@ -160,11 +156,7 @@ def read(path: Path, output: Path | None, changes: tuple[str, ...]) -> Recipe:
 
 
 def stages(recipe: Recipe) -> list[Stage]:
-    """The stages that the recipe asks for, in order, each validated against its config.
-
-    Raises:
-        ConfigError: a setting of a stage that does not fit; the stage is named.
-    """
+    """The stages that the recipe asks for, in order; a ConfigError names a stage whose setting does not fit."""
     made = {
         stage: (getattr(recipe, stage) or {}).get(key, recipe.output / name) for stage, (key, name) in _OUTPUTS.items()
     }
@@ -204,11 +196,7 @@ def stages(recipe: Recipe) -> list[Stage]:
 
 
 def server_config(recipe: Recipe) -> LaunchConfig | None:
-    """The recipe's server as `launch-vllm` takes it.
-
-    Raises:
-        ConfigError: a setting in the recipe's `server:` section that does not fit.
-    """
+    """The recipe's server as `launch-vllm` takes it; a ConfigError names a setting that does not fit."""
     if recipe.server is None:
         return None
     given = {"model": recipe.verifier, "hidden_states_path": recipe.output / "hidden_states", **recipe.server}

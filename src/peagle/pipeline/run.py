@@ -28,11 +28,7 @@ _STOP_WAIT_S = 60.0  # launch-vllm takes up to 40 to stop its own server
 
 
 def run(config: RunConfig) -> int:
-    """List recipes, print a plan, or run a recipe.
-
-    Returns:
-        0, or the exit status of the stage that failed.
-    """
+    """List recipes, print a plan, or run a recipe; 0, or the exit status of the stage that failed."""
     if config.list_recipes or not config.recipe:
         for path in sorted(RECIPES.glob("*.yaml")):
             print(f"{path.stem:<22} {read(path, None, ()).description}")
@@ -60,10 +56,8 @@ def run(config: RunConfig) -> int:
 def run_recipe(recipe: Recipe, until: str | None, num_threads: Mapping[str, int]) -> int:
     """Run what is to be done of a recipe, each stage as its own process, so that its memory is free when it ends.
 
-    `num_threads` is of a stage's process on a CPU; the environment decides about stages that are not named.
-
-    Returns:
-        0, or the exit status of the stage that failed; the shell's number for a signal.
+    `num_threads` is of a stage's process on a CPU; the environment decides about stages that are not named. Returns 0,
+    or the exit status of the stage that failed, as the shell would give it.
     """
     todo = plans.stages_until(recipe, until)
     prints, state = plans.Fingerprints(recipe.output), plans.read_state(recipe.output)

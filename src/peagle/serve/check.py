@@ -20,11 +20,7 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def check_checkpoint(config: CheckConfig, engine: InstalledVllm | None) -> Findings:
-    """Check files, config, tensors, verifier, and the vLLM that will serve it (None: not known), in this order.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    """Check files, config, tensors, verifier, and the vLLM that will serve it (None: not known), in this order."""
     findings = Findings()
     raw = read_checkpoint(find(config.checkpoint), findings)
     shape = check_config(raw.config, findings) if raw.config else None

@@ -69,11 +69,7 @@ class ServedShape:
 
 
 def check_config(config: dict[str, Any], findings: Findings) -> ServedShape | None:
-    """Check every field that vLLM reads.
-
-    Returns:
-        The drafter that it would build, or None where a missing field leaves that open.
-    """
+    """Check every field that vLLM reads; the drafter that it would build, or None if a missing one leaves it open."""
     return _ConfigCheck(config, findings).run()
 
 

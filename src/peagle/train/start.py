@@ -151,7 +151,7 @@ def _layers(drafter: Drafter, verifier: VerifierConfig) -> dict[str, Tensor]:
     """The verifier's tensors under the drafter's names; a VerifierError says what does not fit."""
     files = TensorFiles.open(verifier.name_or_path)
     first = verifier.num_layers - drafter.config.num_layers
-    prefix = next((p for p in _PREFIXES if f"{p}layers.{first}.input_layernorm.weight" in files.names), None)
+    prefix = next((p for p in _PREFIXES if f"{p}layers.{first}.input_layernorm.weight" in files.file_of), None)
     if prefix is None:
         raise VerifierError("no tensors under the usual layer names")
     found: dict[str, Tensor] = {}
@@ -164,7 +164,7 @@ def _layers(drafter: Drafter, verifier: VerifierConfig) -> dict[str, Tensor]:
             continue  # of the embedding; the state's norm is `hidden_norm`
         theirs = "input_layernorm.weight" if is_first and leaf == "hidden_norm.weight" else leaf
         source = f"{prefix}layers.{first + int(index)}.{theirs}"
-        if source not in files.names:
+        if source not in files.file_of:
             raise VerifierError(f"no tensor {source}")
         weight = files.read(source).float()
         halves = is_first and weight.dim() == 2 and target.shape == (weight.shape[0], 2 * weight.shape[1])

@@ -124,11 +124,7 @@ def refuse_damaged_logits(logits: Tensor, model: Any) -> None:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "auto" is the first GPU, or else the CPU.
-
-    Raises:
-        VerifierError: no such device.
-    """
+    """ "auto" is the first GPU, or else the CPU; a VerifierError where there is no such device."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -112,7 +112,7 @@ def load_head(verifier: VerifierConfig) -> VerifierHead:
     """
     files = TensorFiles.open(verifier.name_or_path)
     norm_name = find_tensor(files, verifier, "norm")
-    if norm_name.removesuffix("weight") + "bias" in files.names:
+    if norm_name.removesuffix("weight") + "bias" in files.file_of:
         raise VerifierError(
             f"{verifier.name_or_path}: its final norm is a LayerNorm ({norm_name.removesuffix('weight')}bias exists); "
             "drafters read an RMS norm, so this family is not supported"
@@ -168,7 +168,7 @@ def find_tensor(files: TensorFiles, verifier: VerifierConfig, role: str) -> str:
     """
     given = verifier.tensor_names.get(role)
     if given is not None:
-        if given not in files.names:
+        if given not in files.file_of:
             raise VerifierError(f"{verifier.name_or_path}: no tensor named {given} (given for the {role})")
         return given
     if role == "head":
@@ -178,9 +178,9 @@ def find_tensor(files: TensorFiles, verifier: VerifierConfig, role: str) -> str:
         bases = [prefix + leaf for prefix in _PREFIXES for leaf in _LEAVES[role]]
     for base in bases:
         for name in (f"{base}.weight", *(f"{base}.{suffix}" for suffix in _PACKED)):
-            if name in files.names:
+            if name in files.file_of:
                 return name
-    names = sorted(files.names)
+    names = sorted(files.file_of)
     close = [name for name in names if any(word in name for word in _CLOSE[role]) and ".layers." not in name]
     listed = ", ".join((close or names)[:6])
     reason = "" if role != "head" else " and its configuration says that the head is not tied to the embedding"
@@ -210,9 +210,9 @@ def _plain(files: TensorFiles, name: str, verifier: VerifierConfig) -> Tensor:
     if tensor.dtype in _FLOATS:
         return tensor
     scales = (f"{base}.weight_scale", f"{base}.weight_scale_inv")
-    scale_name = next((name for name in scales if name in files.names), None)
+    scale_name = next((name for name in scales if name in files.file_of), None)
     eight_bit = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-    offset = f"{base}.weight_zero_point" in files.names and bool(files.read(f"{base}.weight_zero_point").any())
+    offset = f"{base}.weight_zero_point" in files.file_of and bool(files.read(f"{base}.weight_zero_point").any())
     if tensor.dtype not in eight_bit or (scale_name is None and tensor.dtype == torch.int8) or offset:
         method = f"quantisation: {verifier.quantization or 'unknown'}"
         raise VerifierError(
@@ -245,11 +245,7 @@ class TensorFiles:
 
     @staticmethod
     def open(name_or_path: str) -> TensorFiles:
-        """List the tensors of a model.
-
-        Raises:
-            VerifierError: no weights, a shard missing, or a file that cannot be read.
-        """
+        """List a model's tensors; a VerifierError if it has no weights or one of its files cannot be read."""
         for index in _INDEXES:
             path = _find(name_or_path, index)
             if path is not None:
@@ -285,21 +281,12 @@ class TensorFiles:
         return any(file.endswith(".gguf") for file in self.file_of.values())
 
     @property
-    def names(self) -> set[str]:
-        """All tensor names."""
-        return set(self.file_of)
-
-    @property
     def paths(self) -> list[Path]:
         """All weight files, on this machine."""
         return [self._path(file) for file in sorted(set(self.file_of.values()))]
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor as it is stored, on the CPU.
-
-        Raises:
-            VerifierError: its file is missing or damaged.
-        """
+        """One tensor as it is stored, on the CPU; a VerifierError if its file is missing or damaged."""
         path = self._path(self.file_of[name])
         if path.suffix == ".gguf":
             return _gguf_tensors(path)[_GGUF_NAMES[name]]()
@@ -341,11 +328,7 @@ def _names(path: Path) -> list[str]:
 
 
 def gguf_file(name_or_path: str) -> Path | None:
-    """The GGUF file of a model folder that has no other weights.
-
-    Raises:
-        VerifierError: there are several.
-    """
+    """The GGUF file of a model folder that has no other weights; a VerifierError if there are several."""
     folder = Path(name_or_path)
     files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
     if not files or any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
