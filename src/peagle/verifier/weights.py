@@ -161,11 +161,7 @@ def fingerprint(verifier: VerifierConfig) -> str:
 
 
 def find_tensor(files: TensorFiles, verifier: VerifierConfig, role: str) -> str:
-    """The name of the "embedding", "norm" or "head" weight in the files.
-
-    Raises:
-        VerifierError: none of the known names is there; lists the closest ones and how to say which it is.
-    """
+    """The name of the "embedding", "norm" or "head" weight in the files; else a VerifierError lists the closest ones."""
     given = verifier.tensor_names.get(role)
     if given is not None:
         if given not in files.file_of:
