@@ -489,12 +489,12 @@ class Bench:
         """Acceptance lengths of replay on both sets of answers, and the share of passes that accept each depth."""
         from peagle.engine import Sampling
         from peagle.evaluate.counts import pool
-        from peagle.evaluate.replay import replay, total
+        from peagle.evaluate.replay import replay
 
         found: dict[str, Any] = {}
         for name, answers in self.answers.items():
-            passes = [(one, replay(drafter, None, one, DEPTHS, Sampling())) for one in answers]
-            counts = pool([one.total for one in total(passes, DEPTHS).values()], DEPTHS)
+            replayed = [replay(drafter, None, one, DEPTHS, Sampling()) for one in answers]
+            counts = pool([part for one in replayed for part in one.by_context.values()], DEPTHS)
             found[name] = round(counts.acceptance_length or 0.0, 4)
             found[f"{name}_per_position"] = [round(rate, 4) for rate in counts.acceptance_per_position or ()]
         found["questions"] = len(self.answers["test"])

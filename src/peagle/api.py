@@ -128,9 +128,14 @@ class SpeculativeModel:
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         depth = self.drafter.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-        ends = eos_ids(self.verifier_config, self.tokenizer)
-        engine = Engine(self.verifier.model, self.drafter.eval(), depth, ends, sampling, batch_size)
+        engine = Engine(
+            model=self.verifier.model,
+            drafter=self.drafter.eval(),
+            num_speculative_tokens=depth,
+            eos_token_ids=eos_ids(self.verifier_config, self.tokenizer),
+            sampling=Sampling(temperature=temperature, top_p=top_p, seed=seed),
+            batch_size=batch_size,
+        )
         turns = [[{"role": "user", "content": text}] for text in texts]
         rendered = [self.tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=False) for t in turns]
         answers = engine.generate([Request(list(ids), max_new_tokens) for ids in rendered])

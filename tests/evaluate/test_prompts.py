@@ -1,5 +1,4 @@
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -7,7 +6,7 @@ from peagle.data.records import TokenRow
 from peagle.data.tokenizer import load_tokenizer
 from peagle.errors import CheckpointError, ConfigError, DataError
 from peagle.evaluate.config import EvaluateConfig
-from peagle.evaluate.prompts import by_source, check_pair, in_turn, read_items, replies, reply_spans, token_difference
+from peagle.evaluate.prompts import check_pair, in_turn, read_items, replies, reply_spans, token_difference
 from peagle.verifier.model_config import load_verifier_config
 from tests.engine.helpers import random_drafter
 from tests.fakes import byte_tokenizer, tiny_model, tiny_verifier, word_tokenizer
@@ -58,7 +57,6 @@ def test_what_a_limit_cuts_off_is_the_tail():
 
 def test_data_sets_take_turns():
     assert in_turn(["a", "a", "b", "a", "b"]) == [0, 2, 1, 4, 3]
-    assert by_source([SimpleNamespace(source=s) for s in "aba"]) == {"a": [0, 2], "b": [1]}
 
 
 def test_prompts_come_from_conversations_and_from_rows_on_record(tmp_path):

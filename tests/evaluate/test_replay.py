@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from peagle.engine import Answer, Engine, Request, Sampling
-from peagle.evaluate.counts import pool
-from peagle.evaluate.decode import count
+from peagle.evaluate.counts import count_by_context, count_datasets, pool
 from peagle.evaluate.prompts import Item
-from peagle.evaluate.replay import Recorded, ReplayedPass, chain_logits, replay, total
+from peagle.evaluate.replay import Recorded, Replayed, ReplayedPass, chain_logits, replay
 from peagle.evaluate.replay_check import Agreement, Judge, disagreement, on_the_spot, with_tails
 from peagle.verifier.local import TransformersVerifier
 from peagle.verifier.model_config import load_verifier_config
@@ -73,6 +72,19 @@ def taught(verifier, kind: str = "peagle", num_steps: int = 60, **changes):
     return drafter.eval()
 
 
+def count(asked: list[Item], answers: list[Answer], depth: int) -> dict:
+    """What decoding counted, per data set."""
+    passes = [[(one.num_known, one.num_accepted) for one in answer.passes] for answer in answers]
+    return count_datasets(
+        [(i.source, len(a.ids), count_by_context(p, depth)) for i, a, p in zip(asked, answers, passes)], depth
+    )
+
+
+def total(records: list[Recorded], replayed: list[Replayed], depth: int) -> dict:
+    """What replay counted, per data set."""
+    return count_datasets([(r.source, r.end - r.start, one.by_context) for r, one in zip(records, replayed)], depth)
+
+
 @pytest.mark.parametrize("depth", [1, 3, 6])
 @pytest.mark.parametrize(
     ("kind", "changes"),
@@ -85,7 +97,7 @@ def test_replay_gives_exactly_the_counts_of_decoding(verifier, kind: str, change
     decoded = count(asked, answers, depth)
     records = recorded_of(verifier, drafter, with_tails(asked, answers, verifier, depth, 4))
     replayed = [replay(drafter, None, recorded, depth, GREEDY) for recorded in records]
-    assert total(list(zip(records, replayed)), depth) == decoded
+    assert total(records, replayed, depth) == decoded
     assert all(disagreement(r, o, a, torch.float32) is None for r, o, a in zip(records, replayed, answers))
     assert sum(one.num_unjudged for one in replayed) == 0
     pooled = pool((one.total for one in decoded.values()), depth)
@@ -173,7 +185,7 @@ def test_expected_counts_at_a_temperature_are_those_of_sampled_decoding(verifier
     records = recorded_of(verifier, drafter, tailed)
     head = load_head(verifier.verifier_config)
     replayed = [replay(drafter, head, recorded, depth, sampling) for recorded in records]
-    expected = pool((d.total for d in total(list(zip(records, replayed)), depth).values()), depth)
+    expected = pool((d.total for d in total(records, replayed, depth).values()), depth)
     decoded = pool((d.total for d in count(asked, answers, depth).values()), depth)
     assert decoded.num_drafts > 600
     assert abs(expected.num_drafts - decoded.num_drafts) < 3 * decoded.num_drafts**0.5
@@ -191,7 +203,7 @@ def test_a_temperature_near_zero_gives_the_greedy_counts(verifier):
     records = recorded_of(verifier, drafter, tailed)
     cold = Sampling(temperature=1e-4, top_p=1.0)
     replayed = [replay(drafter, load_head(verifier.verifier_config), recorded, depth, cold) for recorded in records]
-    expected = pool((d.total for d in total(list(zip(records, replayed)), depth).values()), depth)
+    expected = pool((d.total for d in total(records, replayed, depth).values()), depth)
     decoded = pool((d.total for d in count(asked, answers, depth).values()), depth)
     assert expected.num_drafts == pytest.approx(decoded.num_drafts, abs=0.5)
     assert expected.accepted_per_position == pytest.approx(decoded.accepted_per_position, abs=0.5)
@@ -207,14 +219,11 @@ def test_a_difference_is_excused_only_by_a_shown_gap(verifier):
     def changed(gap: float, runner_up: int, dtype=torch.float32) -> list:
         first = one.passes[0]
         other = (first.draft_ids[0] + 1) % 9
-        drafted = (other, *first.draft_ids[1:])
         fake = ReplayedPass(
             num_known=first.num_known,
-            draft_ids=drafted,
             num_accepted=3 - first.num_accepted,
-            runner_up_ids=((runner_up,),) * 3,
-            runner_up_gaps=((gap,),) * 3,
-            best_logits=(10.0,) * 3,
+            best_ids=[[token, runner_up] for token in (other, *first.draft_ids[1:])],
+            best_logits=[[10.0, 10.0 - gap]] * 3,
         )
         found = disagreement(recorded, type(one)([fake, *one.passes[1:]], 0, {}), answer, dtype)
         assert found is not None
@@ -224,7 +233,7 @@ def test_a_difference_is_excused_only_by_a_shown_gap(verifier):
     assert Agreement(1, 1, changed(5e-5, ours)).equal is True
     assert Agreement(1, 1, changed(2e-4, ours)).equal is False
     assert Agreement(1, 1, changed(5e-5, (ours + 2) % 9)).equal is False
-    assert changed(2e-4, ours)[0].gap.value == 2e-4
+    assert changed(2e-4, ours)[0].gap.value == pytest.approx(2e-4)
     # half precision cannot tell 10.0 and 9.9 apart: no agreement, but no fault either
     halved = changed(0.1, ours, torch.bfloat16)
     assert Agreement(1, 1, halved).equal is False

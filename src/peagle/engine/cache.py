@@ -93,11 +93,9 @@ class Ruler:
 
 
 class KeyValues:
-    """One cache. A layer's memory is taken at its first write, so that each may have its own heads and widths.
+    """One cache of `num_rows` rows of `capacity` positions.
 
-    Args:
-        num_rows: rows decoded side by side.
-        capacity: positions per row.
+    A layer's memory is taken at its first write, so that each may have its own heads and widths.
     """
 
     def __init__(self, num_rows: int, capacity: int) -> None:
@@ -105,18 +103,15 @@ class KeyValues:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def write(self, layer: int, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        """Put a pass's keys and values at their positions.
-
-        Args:
-            layer: which layer.
-            keys, values: [num_rows, num_kv_heads, num_tokens, head_dim].
-            span: where they belong.
+        """Put a pass's keys and values, [num_rows, num_kv_heads, num_tokens, head_dim], at the span's positions.
 
         Returns:
             All keys and values of the span's rows up to its end, views, [num_rows, num_kv_heads, span.end, head_dim].
         """
         if layer not in self._layers:
-            self._layers[layer] = (self._buffer(keys), self._buffer(values))
+            # Zeros, not empty: a masked key that is NaN would still poison the softmax.
+            size = (self._num_rows, keys.shape[1], self._capacity)
+            self._layers[layer] = (keys.new_zeros(*size, keys.shape[3]), values.new_zeros(*size, values.shape[3]))
         all_keys, all_values = self._layers[layer]
         if self._num_rows != 1:
             all_keys = all_keys.narrow(0, span.first_row, span.num_rows)
@@ -135,7 +130,3 @@ class KeyValues:
         for keys, values in self._layers.values():
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
-
-    def _buffer(self, like: Tensor) -> Tensor:
-        # Zeros, not empty: a masked key that is NaN would still poison the softmax.
-        return like.new_zeros(self._num_rows, like.shape[1], self._capacity, like.shape[3])

@@ -40,11 +40,9 @@ class Drafting:
 
     Args:
         layers: the drafter for inference, P-EAGLE or EAGLE-3; its config says which.
-        num_speculative_tokens: K.
         sampling: greedy takes the drafter's most likely tokens; else tokens are drawn from its distributions, under the
             same temperature and top-p as the verifier's.
         vocab_size: of the verifier's logits.
-        num_rows, capacity: size of the cache.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Drafting:
         self._is_parallel = self._drafter.config.speculators_model_type == "peagle"
         if self._is_parallel:
             self._masks = self._drafter.embed_masks(num_speculative_tokens - 1)
-        self._verifier_ids = self._drafter.draft_ids
 
     def propose(
         self,
@@ -96,14 +93,14 @@ class Drafting:
         if min(counts) < carried.shape[1]:
             carried = self._from_each(carried, torch.tensor(counts, device=self._device)[:, None] - 1)
         carried = carried[:, -1:]  # [rows, 1, hidden]
-        after = [start + count for start, count in zip(starts, counts)]
         for k in range(self._depth):
             drawn.append(self._draw(carried, None if uniforms is None else uniforms[:, k : k + 1]))
             if k + 1 < self._depth:
                 embeds = self._drafter.embed_tokens(drawn[-1].ids)
                 if self._drafter.config.norm_output:
                     carried = self._drafter.norm(carried)
-                carried = self._pass(first_row, embeds, carried, [position + k for position in after])
+                after = [start + count + k for start, count in zip(starts, counts)]
+                carried = self._pass(first_row, embeds, carried, after)
         probs = None if uniforms is None else torch.cat([draft.probs for draft in drawn if draft.probs is not None], 1)
         return Proposal(torch.cat([draft.ids for draft in drawn], 1), probs)
 
@@ -152,10 +149,10 @@ class Drafting:
         if uniforms is None:
             return Proposal(self._drafter.to_verifier_ids(logits.argmax(-1)), None)
         probs = probabilities(logits, self._sampling.temperature, self._sampling.top_p)
-        ids = self._verifier_ids[pick(probs, uniforms)]
+        ids = self._drafter.to_verifier_ids(pick(probs, uniforms))
         if probs.shape[-1] != self._vocab_size:
             wide = probs.new_zeros(*probs.shape[:-1], self._vocab_size)
-            probs = wide.index_copy_(-1, self._verifier_ids, probs)
+            probs = wide.index_copy_(-1, self._drafter.draft_ids, probs)
         return Proposal(ids, probs)
 
 
@@ -179,11 +176,7 @@ class _Layer:
 
 
 class FusedDrafter:
-    """A drafter's layers for decoding: `Drafter.carried_pass` with fewer, larger operations.
-
-    Args:
-        drafter: the network; later changes of its weights are not seen.
-    """
+    """A drafter's layers, as they are now, for decoding: `Drafter.carried_pass` with fewer, larger operations."""
 
     def __init__(self, drafter: Drafter) -> None:
         config = drafter.config
@@ -209,15 +202,12 @@ class FusedDrafter:
         return F.linear(F.rms_norm(carried, self._hidden, self._norm, self._eps), self._head)
 
     def run(self, embeds: Tensor, hidden: Tensor, span: Span, attend: AttendHeads) -> Tensor:
-        """All layers without the final norm.
+        """All layers without the final norm: [num_rows, num_tokens, hidden_size].
 
         Args:
-            embeds, hidden: as for `Drafter.enter`, [num_rows, num_tokens, hidden_size].
+            embeds, hidden: as for `Drafter.enter`, of the same shape.
             span: positions of the slots, within what was reserved.
             attend: attention of one layer.
-
-        Returns:
-            [num_rows, num_tokens, hidden_size]
         """
         rows, tokens = span.num_rows, span.num_tokens
         heads, both, width = self._heads, self._heads + self._kv_heads, self._head_dim

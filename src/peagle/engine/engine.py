@@ -17,7 +17,7 @@ from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.engine.acceptance import accept, common_prefix, pick, probabilities
 from peagle.engine.drafting import Drafting, FusedDrafter
-from peagle.engine.verifier_pass import VerifierPass, can_roll_back
+from peagle.engine.verifier_pass import VerifierPass, cache_obstacle
 from peagle.errors import ConfigError
 from peagle.verifier.local import refuse_damaged_logits
 
@@ -87,10 +87,8 @@ class Engine:
 
     Args:
         model: a causal language model of Transformers (sdpa or eager attention).
-        drafter: trained for it; None decodes plainly, a token per pass.
+        drafter: trained for it; None: see `plain`.
         num_speculative_tokens: K, drafted per pass; 0 without a drafter.
-        eos_token_ids: tokens that end an answer.
-        sampling: greedy or sampled.
         batch_size: rows decoded side by side.
 
     Raises:
@@ -118,6 +116,18 @@ class Engine:
                 raise ConfigError(misfit)
             drafter.eval()
         self.layers = None if drafter is None else FusedDrafter(drafter)
+
+    @classmethod
+    def plain(cls, model: PreTrainedModel, eos_token_ids: Sequence[int], sampling: Sampling, batch_size: int) -> Engine:
+        """Decodes without a drafter, a token per pass."""
+        return cls(
+            model=model,
+            drafter=None,
+            num_speculative_tokens=0,
+            eos_token_ids=eos_token_ids,
+            sampling=sampling,
+            batch_size=batch_size,
+        )
 
     def generate(self, requests: Sequence[Request], laps: Laps | None = None) -> list[Answer]:
         """Decode all prompts.
@@ -154,7 +164,8 @@ class _Run:
         self.engine, self.laps = engine, laps
         self.depth, self.sampling, self.device = engine.depth, engine.sampling, engine.model.device
         # Rows of several lengths stand side by side only where a token's place in the cache can be chosen.
-        self.num_rows = min(engine.batch_size, len(requests)) if can_roll_back(engine.model) else 1
+        config = engine.model.config.get_text_config()
+        self.num_rows = min(engine.batch_size, len(requests)) if cache_obstacle(config) is None else 1
         longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
         # A last draft may run past the limit; mask slots of a ragged batch as far again.
         capacity = longest + 2 * self.depth + 2
@@ -166,7 +177,7 @@ class _Run:
                 layers=engine.layers,
                 num_speculative_tokens=self.depth,
                 sampling=self.sampling,
-                vocab_size=engine.model.config.get_text_config().vocab_size,
+                vocab_size=config.vocab_size,
                 num_rows=self.num_rows,
                 capacity=capacity,
             )
@@ -209,7 +220,12 @@ class _Run:
             pending, probs_of_draft = first, None
         else:
             draft = self.drafting.propose(
-                place, torch.cat([ids[:, 1:], first], 1), aux, [0], [count], self._uniforms([row], self.depth)
+                first_row=place,
+                pair_ids=torch.cat([ids[:, 1:], first], 1),
+                aux_states=aux,
+                starts=[0],
+                counts=[count],
+                uniforms=self._uniforms([row], self.depth),
             )
             pending, probs_of_draft = torch.cat([first, draft.ids], 1), draft.probs
         self.pending = pending if place == 0 else torch.cat([self.pending, pending])
@@ -250,8 +266,14 @@ class _Run:
             self.pending = last
             return
         began_s = self._now_s()
-        uniforms = self._uniforms(self.rows, depth)
-        draft = self.drafting.propose(0, chosen[:, :longest], aux[:, :longest], starts, counts, uniforms)
+        draft = self.drafting.propose(
+            first_row=0,
+            pair_ids=chosen[:, :longest],
+            aux_states=aux[:, :longest],
+            starts=starts,
+            counts=counts,
+            uniforms=self._uniforms(self.rows, depth),
+        )
         self.pending, self.probs = torch.cat([last, draft.ids], 1), draft.probs
         if self.laps is not None:
             self.laps.draft_s += self._now_s() - began_s

@@ -52,7 +52,6 @@ class VerifierPass:
     Args:
         model: a causal language model of Transformers, in eval mode, with sdpa or eager attention.
         aux_layer_ids: layers whose inputs are wanted, ascending (id L: the output of the last one); None: no states.
-        num_rows, capacity: size of the cache.
         longest: most tokens of a pass that does not start at position 0.
 
     Raises:
@@ -70,7 +69,7 @@ class VerifierPass:
         self.model: Any = model
         self.aux_layer_ids = aux_layer_ids
         self._config = self.model.config.get_text_config()
-        obstacle = _obstacle(self._config)
+        obstacle = cache_obstacle(self._config)
         if obstacle is not None and (num_rows > 1 or longest > 1):
             name = self._config.model_type
             raise VerifierError(f"{name}: {obstacle}: the engine cannot roll back such a cache; evaluate with vLLM")
@@ -137,10 +136,8 @@ class VerifierPass:
         """One mask where all layers attend alike, else one per layer type: Transformers takes both, ready-made."""
         masks = {}
         for name in self._layer_types:
-            if name == "full_attention":
-                mask = self.ruler.causal(span)
-            else:
-                mask = self.ruler.limited(span, self._window, name == "chunked_attention")
+            is_full, is_chunked = name == "full_attention", name == "chunked_attention"
+            mask = self.ruler.causal(span) if is_full else self.ruler.limited(span, self._window, is_chunked)
             if mask is None and self._is_eager and span.num_tokens > 1:
                 mask = self.ruler.square(span)
             masks[name] = mask
@@ -152,10 +149,8 @@ class VerifierPass:
 
         def taking(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             output = forward(hidden_states, *args, **kwargs)
-            if is_input:
-                self._taken[layer_id] = hidden_states
-            else:
-                self._taken[layer_id] = output[0] if isinstance(output, tuple) else output
+            after = output[0] if isinstance(output, tuple) else output
+            self._taken[layer_id] = hidden_states if is_input else after
             return output
 
         return taking
@@ -193,13 +188,8 @@ def _attention(
 AttentionInterface.register(_ATTENTION, _attention)
 
 
-def can_roll_back(model: PreTrainedModel) -> bool:
-    """Whether every layer leaves nothing but keys and values, each at a place that we choose."""
-    return _obstacle(model.config.get_text_config()) is None
-
-
-def _obstacle(config: Any) -> str | None:
-    """What keeps our cache from serving a model; None if nothing does."""
+def cache_obstacle(config: Any) -> str | None:
+    """What keeps our cache, keys and values each at a place that we choose, from serving a model; None: nothing."""
     if config._attn_implementation not in ("sdpa", "eager", _ATTENTION):
         return f"attention {config._attn_implementation!r} (sdpa and eager do)"
     unknown = sorted(set(_layer_types(config)[0]) - set(_LAYER_TYPES))

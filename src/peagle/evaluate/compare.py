@@ -7,8 +7,7 @@ prompts in the same batches on the same threads, each first as often as the othe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +87,7 @@ class Comparison:
 def compare(
     drafting: Engine, plain: Engine, own: TransformersBaseline, requests: Sequence[Request], batch_size: int
 ) -> Comparison:
-    """Let the three decoders answer the same prompts in turns.
-
-    Args:
-        drafting, plain, own: the engine with its drafter, the engine without, Transformers' `generate`.
-        requests: the prompts.
-        batch_size: prompts per turn.
-    """
+    """Let the engine with its drafter, the one without and Transformers answer the same prompts, a batch per turn."""
     decoders: dict[str, Callable[[Sequence[Request]], list[Any]]] = {
         "drafter": drafting.generate,
         "engine": plain.generate,
@@ -162,14 +155,8 @@ def _now_s() -> float:
 
 
 class TransformersBaseline:
-    """Answers by Transformers' own cached `generate`, without the model's generation defaults, prompts padded on the
-    left.
-
-    Args:
-        model: the verifier.
-        eos_token_ids: tokens that end an answer.
-        sampling: as the engine's.
-    """
+    """The verifier's answers by Transformers' own cached `generate`, without its generation defaults, prompts padded on
+    the left."""
 
     def __init__(self, model: PreTrainedModel, eos_token_ids: Sequence[int], sampling: Sampling) -> None:
         self._model: Any = model
@@ -196,18 +183,12 @@ class TransformersBaseline:
             do_sample=not self._sampling.is_greedy,
             **settings,
         )
-        with torch.inference_mode(), _no_defaults(self._model):
-            out = self._model.generate(ids.to(device), attention_mask=seen.to(device), generation_config=config)
+        # The model's own generation_config (a repetition penalty, top-k ...) fills what ours leaves open: take it away.
+        own, self._model.generation_config = self._model.generation_config, GenerationConfig()
+        try:
+            with torch.inference_mode():
+                out = self._model.generate(ids.to(device), attention_mask=seen.to(device), generation_config=config)
+        finally:
+            self._model.generation_config = own
         answers = [line[: request.max_new_tokens] for line, request in zip(out[:, width:].tolist(), requests)]
         return [ids[: next((i + 1 for i, token in enumerate(ids) if token in self._eos), None)] for ids in answers]
-
-
-@contextmanager
-def _no_defaults(model: Any) -> Iterator[None]:
-    """A model's generation_config (a repetition penalty, top-k ...) fills what ours leaves open: take it away."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own

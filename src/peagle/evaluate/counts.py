@@ -78,15 +78,9 @@ class PassCounts:
 
     @staticmethod
     def of_passes(accepted: Sequence[int], num_speculative_tokens: int, num_generated_tokens: int) -> PassCounts:
-        """Count accepted tokens, pass by pass.
+        """Count the accepted drafted tokens of each pass, at most K = `num_speculative_tokens`.
 
-        Args:
-            accepted: the number of accepted drafted tokens of each pass, at most K.
-            num_speculative_tokens: K.
-            num_generated_tokens: see the field.
-
-        Example:
-            [4, 1, 1] with K = 4: 3 passes, accepted (3, 1, 1, 1), 2.0 per pass, acceptance length 3.0.
+        [4, 1, 1] with K = 4: 3 passes, accepted (3, 1, 1, 1), 2.0 per pass, acceptance length 3.0.
         """
         per_position = (sum(count > k for count in accepted) for k in range(num_speculative_tokens))
         return PassCounts(len(accepted), tuple(per_position), num_generated_tokens)
@@ -137,13 +131,19 @@ def pool_contexts(parts: Sequence[Mapping[str, PassCounts]], num_speculative_tok
     return {name: pool([part[name] for part in parts if name in part], num_speculative_tokens) for name in names}
 
 
-def count_dataset(
-    parts: Sequence[Mapping[str, PassCounts]], num_generated_tokens: int, num_speculative_tokens: int
-) -> DatasetCounts:
-    """Add up the counts by context of a data set's answers."""
-    contexts = pool_contexts(parts, num_speculative_tokens)
-    total = pool(contexts.values(), num_speculative_tokens)
-    return DatasetCounts(replace(total, num_generated_tokens=num_generated_tokens), contexts)
+def count_datasets(
+    answers: Iterable[tuple[str, int, Mapping[str, PassCounts]]], num_speculative_tokens: int
+) -> dict[str, DatasetCounts]:
+    """Add up answers, each as (its data set, tokens generated, counts by context), per data set."""
+    by_source: dict[str, list[tuple[int, Mapping[str, PassCounts]]]] = {}
+    for source, generated, by_context in answers:
+        by_source.setdefault(source, []).append((generated, by_context))
+    datasets = {}
+    for source, some in by_source.items():
+        contexts = pool_contexts([by_context for _, by_context in some], num_speculative_tokens)
+        total = replace(pool(contexts.values(), num_speculative_tokens), num_generated_tokens=sum(n for n, _ in some))
+        datasets[source] = DatasetCounts(total, contexts)
+    return datasets
 
 
 # Counts as the figures of evaluation.json, and those as the field's table.
@@ -171,10 +171,7 @@ def report(datasets: Mapping[str, DatasetCounts]) -> dict[str, Any]:
     """The acceptance part of `evaluation.json`.
 
     `average` is the plain mean of the data sets that drafted, as published; `pooled` sums the passes of all data sets
-    and is the figure to rank by.
-
-    Args:
-        datasets: counts of each data set, all with the same number of drafted tokens.
+    and is the figure to rank by. All data sets have the same number of drafted tokens.
     """
     totals = [dataset.total for dataset in datasets.values()]
     depth = totals[0].num_speculative_tokens if totals else 0
@@ -203,9 +200,6 @@ def report(datasets: Mapping[str, DatasetCounts]) -> dict[str, Any]:
 def table(evaluation: Mapping[str, Any]) -> list[list[str]]:
     """The field's table as strings: what the terminal, Markdown, the model card and the report show.
 
-    Args:
-        evaluation: `report`, or a whole `evaluation.json`.
-
     Returns:
         Lines of cells: the head, a line per data set, `Average` if there is one, `Pooled`. Acceptance in %; "-" where
         nothing was drafted.
@@ -229,9 +223,16 @@ def percent(share: float | None) -> str:
 
 def markdown_table(evaluation: Mapping[str, Any]) -> list[str]:
     """`table` in Markdown, with the convention below it."""
-    head, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table(evaluation))
-    align = "|---" + "|---:" * (head.count(" | ")) + "|"
-    return [head, align, *rows, "", str(evaluation.get("convention", CONVENTION))]
+    head, *rows = table(evaluation)
+    return [*markdown_lines(head, rows, "---:"), "", str(evaluation.get("convention", CONVENTION))]
+
+
+def markdown_lines(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> list[str]:
+    """A table in Markdown, its first column on the left; a cell's `|` is escaped."""
+    first, *rest = (
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in (head, *rows)
+    )
+    return [first, "|" + "|".join(["---", *[align] * (len(head) - 1)]) + "|", *rest]
 
 
 def card_section(evaluation: Mapping[str, Any] | None) -> str | None:

@@ -10,8 +10,7 @@ from peagle.drafter.network import Drafter
 from peagle.engine import Answer, Engine, Request
 from peagle.evaluate.compare import Comparison, Difference, TransformersBaseline, compare, differences
 from peagle.evaluate.config import EvaluateConfig
-from peagle.evaluate.counts import DatasetCounts, count_by_context, count_dataset
-from peagle.evaluate.prompts import Item, by_source, in_turn
+from peagle.evaluate.prompts import Item, in_turn
 from peagle.verifier.local import TransformersVerifier
 
 _CHECK_BATCH = 32
@@ -39,21 +38,20 @@ def decode(
     eos_token_ids: Sequence[int],
     config: EvaluateConfig,
 ) -> Decoded:
-    """Decode the items.
-
-    Args:
-        verifier, drafter: the verifier, and a drafter that was trained for it.
-        items: prompts and limits.
-        depth: drafted tokens per pass.
-        eos_token_ids: tokens that end an answer.
-        config: sampling, prompts side by side, how many are timed and checked.
-    """
+    """Decode the items, drafting `depth` tokens per pass; time and check as many of them as the settings say."""
     # 1. which items are timed beside plain decoding, and which are checked
     requests = [Request(item.prompt_ids, item.limit) for item in items]
     order = in_turn([item.source for item in items])
     timed = order[: config.compare_samples]
     checked = order[: max(config.compare_samples, config.check_samples)] if config.is_greedy else []
-    engine = Engine(verifier.model, drafter, depth, eos_token_ids, config, config.batch_size)
+    engine = Engine(
+        model=verifier.model,
+        drafter=drafter,
+        num_speculative_tokens=depth,
+        eos_token_ids=eos_token_ids,
+        sampling=config,
+        batch_size=config.batch_size,
+    )
     baseline = TransformersBaseline(verifier.model, eos_token_ids, config)
     answers: dict[int, Answer] = {}
     own_ids: dict[int, list[int]] = {}
@@ -61,7 +59,7 @@ def decode(
     # 2. the timed ones, in turns with plain decoding
     comparison = None
     if timed:
-        plain = Engine(verifier.model, None, 0, eos_token_ids, config, config.batch_size)
+        plain = Engine.plain(verifier.model, eos_token_ids, config, config.batch_size)
         comparison = compare(engine, plain, baseline, [requests[i] for i in timed], config.batch_size)
         answers.update(zip(timed, comparison.answers))
         own_ids.update(zip(timed, comparison.own_ids))
@@ -89,13 +87,3 @@ def decode(
         [own_ids[place] for place in checked],
     )
     return Decoded([answers[place] for place in range(len(items))], comparison, checked, differing)
-
-
-def count(items: Sequence[Item], answers: Sequence[Answer], depth: int) -> dict[str, DatasetCounts]:
-    """Add up the passes, per data set."""
-    datasets = {}
-    for source, places in by_source(items).items():
-        passes = [(one.num_known, one.num_accepted) for place in places for one in answers[place].passes]
-        generated = sum(len(answers[place].ids) for place in places)
-        datasets[source] = count_dataset([count_by_context(passes, depth)], generated, depth)
-    return datasets

@@ -80,12 +80,7 @@ class Read:
 
 
 def read_items(config: EvaluateConfig, tokenizer: Any, max_tokens: int) -> Read:
-    """Read prompts.
-
-    Args:
-        config: which, and how many.
-        tokenizer: the verifier's, with its chat template.
-        max_tokens: longest prompt and answer together; longer prompts are dropped, answers limited.
+    """Read prompts; prompt and answer together may have `max_tokens`: longer prompts are dropped, answers limited.
 
     Raises:
         DataError: what was named cannot be read at all.
@@ -124,25 +119,13 @@ def replies(row: TokenRow, config: EvaluateConfig) -> list[Item]:
 
 
 def reply_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of each maximal run of ones.
-
-    Example:
-        0 1 1 0 1 gives (1, 3) and (4, 5).
-    """
+    """(start, end) of each maximal run of ones: 0 1 1 0 1 gives (1, 3) and (4, 5)."""
     spans, place = [], 0
     for value, run in itertools.groupby(loss_mask):
         start, place = place, place + len(list(run))
         if value:
             spans.append((start, place))
     return spans
-
-
-def by_source(items: Sequence[Item]) -> dict[str, list[int]]:
-    """Indices of the items of each data set, in the order of first appearance."""
-    places: dict[str, list[int]] = {}
-    for index, item in enumerate(items):
-        places.setdefault(item.source, []).append(index)
-    return places
 
 
 def _prepared_rows(config: EvaluateConfig, read: Read) -> Iterator[tuple[str, list[Item]]]:
@@ -204,11 +187,6 @@ def _data_rows(config: EvaluateConfig, tokenizer: Any, read: Read) -> Iterator[t
 
 def check_pair(config: DrafterConfig, verifier: VerifierConfig, tokenizer: Any) -> str | None:
     """Refuse a drafter that was made for another verifier: sizes, layers, and the tokens behind the ids.
-
-    Args:
-        config: the drafter's.
-        verifier: the one that is to be used.
-        tokenizer: its tokenizer.
 
     Returns:
         A warning where the two could not be compared fully, else None.

@@ -13,7 +13,7 @@ These sums are the expected counts of sampled decoding, without its noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,10 @@ from torch.nn import functional as F
 
 from peagle.drafter.network import Drafter
 from peagle.engine import Sampling, common_prefix, probabilities
-from peagle.evaluate.counts import DatasetCounts, PassCounts, context_bucket, count_by_context, count_dataset
+from peagle.evaluate.counts import PassCounts, context_bucket, count_by_context
 from peagle.verifier.weights import VerifierHead
 
 Blocks = Iterator[tuple[Tensor, Tensor]]
-Best = tuple[list[list[int]], list[list[float]]]
 _MOST_SCORES = 1 << 24
 """Attention scores, or logits, held at once: bounds memory whatever the row's length."""
 _NUM_BEST = 5
@@ -54,18 +53,20 @@ class Recorded:
     """y_p before the final norm, [num_tokens, hidden_size]; needed at temperature > 0 only, for p from `start` on."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReplayedPass:
     """One verifier pass that decoding would have run."""
 
     num_known: int
-    draft_ids: tuple[int, ...]
     num_accepted: int
-    runner_up_ids: tuple[tuple[int, ...], ...]
-    """The drafter's next choices at each depth, best first, and by how much their logits are behind."""
-    runner_up_gaps: tuple[tuple[float, ...], ...]
-    best_logits: tuple[float, ...]
-    """The drafter's largest logit at each depth."""
+    best_ids: Sequence[Sequence[int]]
+    """The drafter's choices at each depth, best first, and their logits."""
+    best_logits: Sequence[Sequence[float]]
+
+    @property
+    def draft_ids(self) -> tuple[int, ...]:
+        """The drafted tokens."""
+        return tuple(ids[0] for ids in self.best_ids)
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,9 @@ def replay(drafter: Drafter, head: VerifierHead | None, recorded: Recorded, dept
     """Replay one answer.
 
     Args:
-        drafter: the drafter.
+        drafter, depth: the drafter, and how many tokens it drafts per pass.
         head: the verifier's, on the drafter's device; needed at temperature > 0 only.
-        recorded: the answer, its states on the drafter's device.
-        depth: drafted tokens per pass.
+        recorded: the answer.
         sampling: greedy, or the temperature and top-p under which the answer was sampled.
     """
     if recorded.end - recorded.start < 2:  # the prefill gave the whole answer
@@ -99,23 +99,27 @@ def replay(drafter: Drafter, head: VerifierHead | None, recorded: Recorded, dept
     num_pairs = recorded.end - 2
     with torch.inference_mode():
         aux = recorded.aux_states[:num_pairs].to(device, drafter.fc.weight.dtype)
+        blocks = chain_logits(
+            drafter=drafter,
+            pair_ids=ids[1 : num_pairs + 1],
+            aux_states=aux,
+            anchors=anchors,
+            depth=depth,
+            own_ids=None if sampling.is_greedy else ids[2:],
+        )
         if sampling.is_greedy:
-            blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, None)
-            return _greedy(recorded, list(_best(drafter, blocks)), depth)
+            return _greedy(drafter, recorded, blocks, depth)
         assert head is not None
-        blocks = chain_logits(drafter, ids[1 : num_pairs + 1], aux, anchors, depth, ids[2:])
-        return _expect(drafter, head, recorded, blocks, depth, sampling)
+        return _expect(drafter=drafter, head=head, recorded=recorded, blocks=blocks, depth=depth, sampling=sampling)
 
 
-def _best(drafter: Drafter, blocks: Blocks) -> Iterator[Best]:
-    """Per anchor: the best verifier ids and logits at each depth, lists of [depth][_NUM_BEST]."""
-    for _, logits in blocks:
-        best = logits.float().topk(min(_NUM_BEST, logits.shape[-1]), -1)
-        yield from zip(drafter.to_verifier_ids(best.indices).tolist(), best.values.tolist())
-
-
-def _greedy(recorded: Recorded, best: list[Best], depth: int) -> Replayed:
+def _greedy(drafter: Drafter, recorded: Recorded, blocks: Blocks, depth: int) -> Replayed:
     """Go from pass to pass, as decoding would."""
+    # per anchor: the best verifier ids and logits at each depth, lists of [depth][_NUM_BEST]
+    best: list[tuple[list[list[int]], list[list[float]]]] = []
+    for _, logits in blocks:
+        top = logits.float().topk(min(_NUM_BEST, logits.shape[-1]), -1)
+        best += zip(drafter.to_verifier_ids(top.indices).tolist(), top.values.tolist())
     # the verifier's choice of x_{p+1}, for each p
     choices = recorded.ids[1:] if recorded.choice_ids is None else recorded.choice_ids.tolist()
     passes, unjudged = [], 0
@@ -123,21 +127,11 @@ def _greedy(recorded: Recorded, best: list[Best], depth: int) -> Replayed:
     while known < recorded.end:
         top_ids, top_logits = best[known - 1 - recorded.start]
         wanted = choices[known - 1 : known - 1 + depth]
-        drafted = tuple(ids[0] for ids in top_ids)
-        accepted = common_prefix(drafted, wanted)
+        accepted = common_prefix([ids[0] for ids in top_ids], wanted)
         if len(wanted) < depth or -1 in wanted:
             unjudged += 1
         else:
-            passes.append(
-                ReplayedPass(
-                    num_known=known,
-                    draft_ids=drafted,
-                    num_accepted=accepted,
-                    runner_up_ids=tuple(tuple(ids[1:]) for ids in top_ids),
-                    runner_up_gaps=tuple(tuple(logits[0] - one for one in logits[1:]) for logits in top_logits),
-                    best_logits=tuple(logits[0] for logits in top_logits),
-                )
-            )
+            passes.append(ReplayedPass(known, accepted, top_ids, top_logits))
         known += accepted + 1
     return Replayed(passes, unjudged, count_by_context([(one.num_known, one.num_accepted) for one in passes], depth))
 
@@ -189,16 +183,6 @@ def _expect(
     return Replayed([], unjudged, {name: PassCounts(s[0], tuple(s[1:]), 0) for name, s in sums.items()})
 
 
-def total(replayed: list[tuple[Recorded, Replayed]], depth: int) -> dict[str, DatasetCounts]:
-    """Add up, per data set."""
-    datasets = {}
-    for source in dict.fromkeys(recorded.source for recorded, _ in replayed):
-        mine = [(recorded, one.by_context) for recorded, one in replayed if recorded.source == source]
-        generated = sum(recorded.end - recorded.start for recorded, _ in mine)
-        datasets[source] = count_dataset([by_context for _, by_context in mine], generated, depth)
-    return datasets
-
-
 def chain_logits(
     drafter: Drafter, pair_ids: Tensor, aux_states: Tensor, anchors: Tensor, depth: int, own_ids: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -226,7 +210,9 @@ def chain_logits(
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared)
         return attended[0].transpose(0, 1).flatten(1)
 
-    carried, keys, values = drafter.base_pass(embeds, hidden, cos, sin, causal, False)
+    carried, keys, values = drafter.base_pass(
+        embeds=embeds, hidden=hidden, cos=cos, sin=sin, attend=causal, checkpoint=False
+    )
     per_anchor = depth * max(config.num_attention_heads * (len(pair_ids) + depth), config.vocab_size)
     block = max(1, _MOST_SCORES // per_anchor)
     for some in anchors.split(block):

@@ -67,10 +67,7 @@ class Agreement:
 def replay_recorded(
     config: EvaluateConfig, verifier_config: VerifierConfig, drafter: Drafter, items: Sequence[Item], depth: int
 ) -> tuple[list[tuple[Recorded, Replayed]], list[str]]:
-    """Replay the answers on record.
-
-    Returns:
-        The answers with what came of each, and notes.
+    """Replay the answers on record: each with what came of it, and notes on the figures.
 
     Raises:
         DataError: the items have no answers on record.
@@ -121,12 +118,7 @@ def replay_decoded(
 ) -> Agreement:
     """Replay what was decoded, greedily, and compare pass by pass.
 
-    Args:
-        verifier, drafter: the verifier, and a drafter that was trained for it.
-        store: stored states of the items' rows; used where the decoded answer is the recorded one. None: the verifier
-            computes all states anew.
-        items, answers: what was decoded.
-        depth: drafted tokens per pass.
+    Stored states are used where the decoded answer is the recorded one; the verifier computes all others anew.
     """
     stored = [
         place
@@ -169,8 +161,8 @@ def disagreement(recorded: Recorded, replayed: Replayed, answer: Answer, dtype: 
             known, decoded_ids, replayed_ids = ours.num_known, theirs.draft_ids, ours.draft_ids
             place = common_prefix(replayed_ids, decoded_ids)
             if place < len(replayed_ids):
-                gap = dict(zip(ours.runner_up_ids[place], ours.runner_up_gaps[place])).get(decoded_ids[place])
-                largest = ours.best_logits[place]
+                logits, largest = dict(zip(ours.best_ids[place], ours.best_logits[place])), ours.best_logits[place][0]
+                gap = largest - logits[decoded_ids[place]] if decoded_ids[place] in logits else None
             break
     else:
         if len(decoded) == len(replayed.passes):
@@ -188,11 +180,7 @@ def disagreement(recorded: Recorded, replayed: Replayed, answer: Answer, dtype: 
 
 
 class Judge:
-    """The verifier's own greedy choices beside recorded tokens: those that differ, decoding would not have written.
-
-    Args:
-        head: the verifier's.
-    """
+    """The verifier's own greedy choices beside recorded tokens: those that differ, decoding would not have written."""
 
     def __init__(self, head: VerifierHead) -> None:
         self._head = head
@@ -257,10 +245,7 @@ def open_store(folder: Path, drafter: DrafterConfig) -> StoreReader:
 def from_store(reader: StoreReader, items: Sequence[Item], judge: Judge | None) -> Iterator[Recorded]:
     """Recorded answers whose states are stored, an item at a time.
 
-    Args:
-        reader: the store.
-        items: replies of its rows.
-        judge: tells whether the tokens are the verifier's own; None for sampled ones, which are not the most likely.
+    No `judge` for sampled tokens: they are not the most likely ones.
 
     Raises:
         StoreError: a row is not in the store, or was stored with other tokens.
@@ -304,7 +289,7 @@ def with_tails(
     items: Sequence[Item], answers: Sequence[Answer], verifier: TransformersVerifier, depth: int, batch_size: int
 ) -> list[Item]:
     """Items whose recorded answer is the one just decoded, with the verifier's greedy continuation as tail."""
-    plain = Engine(verifier.model, None, 0, [], Sampling(), batch_size)
+    plain = Engine.plain(verifier.model, (), Sampling(), batch_size)
     whole = [[*item.prompt_ids, *answer.ids] for item, answer in zip(items, answers)]
     tails = plain.generate([Request(ids, depth) for ids in whole])
     return [

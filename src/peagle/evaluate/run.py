@@ -18,10 +18,9 @@ from peagle.drafter.checkpoint import read_config
 from peagle.drafter.model_config import DrafterConfig
 from peagle.evaluate import results
 from peagle.evaluate.config import EvaluateConfig
-from peagle.evaluate.counts import card_section
-from peagle.evaluate.decode import count, decode
+from peagle.evaluate.counts import card_section, count_by_context, count_datasets
+from peagle.evaluate.decode import decode
 from peagle.evaluate.prompts import Read, check_pair, read_items
-from peagle.evaluate.replay import total
 from peagle.evaluate.replay_check import open_store, replay_decoded, replay_recorded
 from peagle.evaluate.results import Measurement
 from peagle.files import whole_file, write_json
@@ -62,7 +61,9 @@ def evaluate(config: EvaluateConfig) -> int:
 
         outcome = measure_served(config, verifier, eos_ids(verifier, tokenizer), read, depth)
     else:
-        outcome = _measure(config, folder, verifier, tokenizer, read, depth)
+        outcome = _measure(
+            config=config, folder=folder, verifier_config=verifier, tokenizer=tokenizer, read=read, depth=depth
+        )
     more = (outcome.rounding_note(), results.verdict(outcome.pooled, run_facts(folder).get("rows_trained")))
     outcome = replace(outcome, notes=[*notes, *outcome.notes, *(note for note in more if note)])
     # 3. report
@@ -104,7 +105,8 @@ def _measure(
     drafter = drafter_checkpoint.load(str(folder), dtype, device)
     if config.mode == "replay":
         replayed, notes = replay_recorded(config, verifier_config, drafter, read.items, depth)
-        return Measurement(depth=depth, datasets=total(replayed, depth), notes=notes)
+        counted = [(recorded.source, recorded.end - recorded.start, one.by_context) for recorded, one in replayed]
+        return Measurement(depth=depth, datasets=count_datasets(counted, depth), notes=notes)
     store = None if config.hidden_states_path is None else open_store(config.hidden_states_path, drafter.config)
     verifier = TransformersVerifier(verifier_config, dtype, device)
     decoded = decode(
@@ -120,5 +122,9 @@ def _measure(
         agreement = replay_decoded(
             verifier=verifier, drafter=drafter, store=store, items=read.items, answers=decoded.answers, depth=depth
         )
-    datasets = count(read.items, decoded.answers, depth)
+    counted = []
+    for item, answer in zip(read.items, decoded.answers):
+        passes = [(one.num_known, one.num_accepted) for one in answer.passes]
+        counted.append((item.source, len(answer.ids), count_by_context(passes, depth)))
+    datasets = count_datasets(counted, depth)
     return Measurement(depth=depth, datasets=datasets, notes=[], decoded=decoded, agreement=agreement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import statistics
@@ -19,7 +20,7 @@ from peagle.config import ServerSettings
 from peagle.errors import EndpointError
 from peagle.evaluate.config import EvaluateConfig
 from peagle.evaluate.counts import DatasetCounts, PassCounts, pool
-from peagle.evaluate.prompts import DEFAULT_LIMIT, Read, by_source
+from peagle.evaluate.prompts import DEFAULT_LIMIT, Item, Read
 from peagle.evaluate.results import Measurement
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer
@@ -37,12 +38,8 @@ def measure_served(
 ) -> Measurement:
     """Answer the prompts of each data set by a server and read its counters; then measure it under load, if asked to.
 
-    Args:
-        config: endpoints, sampling, limits.
-        verifier: what it verifies with.
-        eos_token_ids: tokens that end an answer.
-        read: the prompts; those that the server refuses are dropped.
-        depth: drafted tokens per pass that are expected; the server's own number counts.
+    Prompts that the server refuses are dropped. If it drafted anything, its own number of tokens per pass replaces
+    `depth`.
     """
     notes = []
     if config.num_speculative_tokens is not None:
@@ -55,12 +52,12 @@ def measure_served(
     served = ServedDrafter(verifier, settings, config)
     datasets, seconds, generated = {}, 0.0, 0
     with contextlib.closing(served):
-        for source, places in by_source(read.items).items():
-            items = [read.items[place] for place in places if read.items[place].start < served.max_tokens]
-            prompts = [Prompt(f"{place}", item.prompt_ids, config.seed + place) for place, item in enumerate(items)]
-            if not prompts:
-                continue
-            run = served.run(prompts)
+        by_source: dict[str, list[Item]] = {}
+        for item in read.items:
+            if item.start < served.max_tokens:
+                by_source.setdefault(item.source, []).append(item)
+        for source, items in by_source.items():
+            run = served.run([Prompt(f"{i}", item.prompt_ids, config.seed + i) for i, item in enumerate(items)])
             datasets[source] = DatasetCounts(run.counts, {})
             seconds += run.seconds
             generated += run.counts.num_generated_tokens
@@ -114,11 +111,6 @@ class ServedRun:
 class ServedDrafter:
     """Servers that run a verifier with a drafter.
 
-    Args:
-        verifier: the verifier.
-        generation: how answers are written; its tail must be 0, a tail would be counted.
-        servers: where they are and how they are asked.
-
     Raises:
         EndpointError: see `EndpointAnswers`; or a server without speculative decoding.
     """
@@ -126,17 +118,14 @@ class ServedDrafter:
     def __init__(self, verifier: VerifierConfig, generation: GenerationSettings, servers: ServerSettings) -> None:
         assert generation.tail_tokens == 0, "a tail would be counted"
         self._source = EndpointAnswers(verifier, generation, servers, False)
+        self.max_tokens = self._source.max_tokens
+        """The servers' limit of prompt and answer together."""
         try:
             for endpoint in self._source.endpoints:
                 difference(Reading({}), _read(endpoint))
         except BaseException:
             self.close()
             raise
-
-    @property
-    def max_tokens(self) -> int:
-        """The servers' limit of prompt and answer together."""
-        return self._source.max_tokens
 
     def run(self, prompts: Sequence[Prompt]) -> ServedRun:
         """Answer the prompts and count what was drafted and accepted meanwhile.
@@ -146,14 +135,10 @@ class ServedDrafter:
         """
         before = [_settled(endpoint) for endpoint in self._source.endpoints]
         started_s = time.monotonic()
-        generations: dict[str, Generation] = {}
-        refused: dict[str, str] = {}
-        for result in self._source.answers(prompts, {prompt.row_id for prompt in prompts}):
-            if isinstance(result, RowAnswer):
-                generations[result.row_id] = result.generation
-            else:
-                refused[result.row_id] = result.detail
+        results = list(self._source.answers(prompts, {prompt.row_id for prompt in prompts}))
         seconds = time.monotonic() - started_s
+        generations = {one.row_id: one.generation for one in results if isinstance(one, RowAnswer)}
+        refused = {one.row_id: one.detail for one in results if not isinstance(one, RowAnswer)}
         after = [_settled(endpoint) for endpoint in self._source.endpoints]
         gains = [difference(b, a) for b, a in zip(before, after)]
         parts = [PassCounts(gain.num_drafts, gain.accepted_per_position, gain.num_generated_tokens) for gain in gains]
@@ -209,10 +194,6 @@ class Streamed:
 class LoadedServer:
     """A server to be measured.
 
-    Args:
-        url: its address.
-        servers: key, time limit, most requests under way at once, and the model's name there.
-
     Raises:
         EndpointError: unreachable, or no model of that name.
     """
@@ -267,9 +248,8 @@ class LoadedServer:
     ) -> dict[str, float | None]:
         """Keep `concurrency` requests under way until every prompt is answered; few prompts are sent more than once.
 
-        Returns:
-            `requests`; `tokens_per_s` of all requests together; medians over the answers of the time to the first token
-            (`ttft_ms`) and between tokens (`itl_ms`).
+        Gives `requests`; `tokens_per_s` of all requests together; medians over the answers of the time to the first
+        token (`ttft_ms`) and between tokens (`itl_ms`).
         """
         count = max(len(prompts), 2 * concurrency)
         with ThreadPoolExecutor(concurrency) as pool, log.progress(f"{concurrency} at once", count, "answers") as meter:
@@ -288,11 +268,6 @@ class LoadedServer:
             "itl_ms": statistics.median(between) if between else None,
         }
 
-    def warm(self, prompts: Sequence[Sequence[int]], settings: dict[str, Any], concurrency: int) -> None:
-        """Send every prompt once for a single token."""
-        with ThreadPoolExecutor(concurrency) as pool:
-            list(pool.map(lambda ids: self.stream(ids, {**settings, "max_tokens": 1}), prompts))
-
 
 def under_load(
     server: LoadedServer,
@@ -303,13 +278,11 @@ def under_load(
 ) -> list[dict[str, Any]]:
     """Measure a server with a drafter, and one without beside it, in turn at each concurrency.
 
-    Returns:
-        For each concurrency what `LoadedServer.measure` gives, and that of the plain server as `plain_*`: what
-        `evaluation.json` holds as `speed.by_concurrency`.
+    Gives what `evaluation.json` holds as `speed.by_concurrency`; the plain server's figures are called `plain_*`.
     """
-    for one in (server, plain):
-        if one is not None:
-            one.warm(prompts, settings, max(concurrencies))
+    with ThreadPoolExecutor(max(concurrencies)) as threads:  # warm-up: every prompt once, for a single token
+        for one in (server, plain) if plain is not None else (server,):
+            list(threads.map(one.stream, prompts, itertools.repeat({**settings, "max_tokens": 1})))
     points = []
     for concurrency in concurrencies:
         point = {"concurrency": concurrency, **server.measure(prompts, settings, concurrency)}

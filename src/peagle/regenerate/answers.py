@@ -34,8 +34,8 @@ class EngineAnswers:
 
     def __init__(self, verifier: TransformersVerifier, settings: GenerationSettings, batch_size: int) -> None:
         sampling = Sampling(temperature=settings.temperature, top_p=settings.top_p)
-        self._engine = Engine(verifier.model, None, 0, settings.eos_ids, sampling, batch_size)
-        self._past_the_end = Engine(verifier.model, None, 0, (), sampling, batch_size)
+        self._engine = Engine.plain(verifier.model, settings.eos_ids, sampling, batch_size)
+        self._past_the_end = Engine.plain(verifier.model, (), sampling, batch_size)
         self._settings, self._batch_size = settings, batch_size
         self.max_tokens = verifier.verifier_config.max_position_embeddings
 

@@ -64,11 +64,7 @@ def plain(value: float) -> str:
 
 
 def round_ticks(low: float, high: float, count: int) -> tuple[float, ...]:
-    """About `count` round numbers that span [low, high].
-
-    Example:
-        round_ticks(0.0, 0.83, 5) gives 0.0, 0.2, 0.4, 0.6, 0.8, 1.0.
-    """
+    """About `count` round numbers that span [low, high]: 5 for [0, 0.83] are 0.0, 0.2, 0.4, 0.6, 0.8, 1.0."""
     if high <= low:
         high = low + (abs(low) or 1.0) * 0.1
     raw = (high - low) / count
@@ -79,11 +75,7 @@ def round_ticks(low: float, high: float, count: int) -> tuple[float, ...]:
 
 
 def line_chart(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
-    """Draw lines with their names at their right ends, kept from overlapping.
-
-    Returns:
-        One `<svg>`, or "" where no series has a point.
-    """
+    """Draw lines with their names at their right ends, kept from overlapping. "" where no series has a point."""
     drawn = [s for s in series if s.known]
     if not drawn:
         return ""
@@ -147,15 +139,15 @@ class _Scale:
         low = min(ys) if y_axis.floor is None else y_axis.floor
         self.y_ticks = y_axis.ticks or round_ticks(low, max(max(ys), low + 1e-9), 5)
         self.low_y, self.high_y = self.y_ticks[0], self.y_ticks[-1]
-        chosen = x_axis.ticks if x_axis.ticks is not None else self._inside(round_ticks(min(xs), max(xs), 5))
+        chosen = x_axis.ticks
+        if chosen is None:
+            slack = 1e-9 * max(abs(self.low_x), abs(self.high_x), 1.0)
+            ticks = round_ticks(min(xs), max(xs), 5)
+            chosen = tuple(t for t in ticks if self.low_x - slack <= t <= self.high_x + slack)
         self.x_ticks = tuple(t for t in chosen if t == int(t)) or (min(xs),) if x_axis.is_whole else chosen
 
     def _at(self, x: float) -> float:
         return math.log2(x) if self._log else x
-
-    def _inside(self, ticks: tuple[float, ...]) -> tuple[float, ...]:
-        slack = 1e-9 * max(abs(self.low_x), abs(self.high_x), 1.0)
-        return tuple(t for t in ticks if self.low_x - slack <= t <= self.high_x + slack)
 
     def x(self, value: float) -> float:
         return _LEFT + (self._at(value) - self.low_x) / (self.high_x - self.low_x) * (self.right - _LEFT)
@@ -182,14 +174,13 @@ def _frame(title: str, place: _Scale, x_axis: Axis, y_axis: Axis) -> list[str]:
 
 def _path(series: Series, place: _Scale) -> str:
     """The `d` of a line; None and non-finite values lift the pen."""
-    out, is_down = [], False
+    path, pen = "", "M"
     for x, y in series.points:
         if y is None or not math.isfinite(y):
-            is_down = False
-            continue
-        out.append(f"{'L' if is_down else 'M'}{place.x(x):.1f} {place.y(y):.1f}")
-        is_down = True
-    return "".join(out)
+            pen = "M"
+        else:
+            path, pen = f"{path}{pen}{place.x(x):.1f} {place.y(y):.1f}", "L"
+    return path
 
 
 def _spread(wanted: list[float]) -> list[float]:
@@ -197,7 +188,7 @@ def _spread(wanted: list[float]) -> list[float]:
     placed: list[list[float]] = []  # clusters of wishes, each laid out around its mean
     for wish in wanted:
         placed.append([wish])
-        while len(placed) > 1 and _bottom(placed[-2]) + _LABEL_GAP > _top(placed[-1]):
+        while len(placed) > 1 and _top(placed[-2]) + _LABEL_GAP * len(placed[-2]) > _top(placed[-1]):
             last = placed.pop()
             placed[-1] += last
     return [_top(cluster) + _LABEL_GAP * i for cluster in placed for i in range(len(cluster))]
@@ -207,10 +198,6 @@ def _top(cluster: list[float]) -> float:
     height = _LABEL_GAP * (len(cluster) - 1)
     wished = sum(cluster) / len(cluster) - height / 2
     return max(min(wished, _HEIGHT - _BOTTOM - height), float(_TOP))
-
-
-def _bottom(cluster: list[float]) -> float:
-    return _top(cluster) + _LABEL_GAP * (len(cluster) - 1)
 
 
 def _svg(title: str, parts: list[str]) -> str:

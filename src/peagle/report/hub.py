@@ -38,7 +38,17 @@ def push(config: PushConfig) -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         gather(folder, Path(temporary), config.evaluation, config.license_name)
-        upload(Path(temporary), config)
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        try:
+            api.create_repo(config.repo, private=config.private, exist_ok=True)
+            api.upload_folder(
+                repo_id=config.repo, folder_path=temporary, commit_message=config.message, revision=config.revision
+            )
+        except Exception as error:  # the hub's many errors: no token, no right, no network
+            hint = "`hf auth login` sets a token"
+            raise CheckpointError(f"{config.repo}: the hub refused ({one_line(error)}); {hint}") from None
     logger.info("%s is at https://huggingface.co/%s", config.checkpoint, config.repo)
 
 
@@ -67,18 +77,3 @@ def find_evaluation(checkpoint: Path, given: Path | None) -> dict | None:
         if (folder / EVALUATION).is_file():
             return read_json(folder / EVALUATION)
     return None
-
-
-def upload(folder: Path, config: PushConfig) -> None:
-    """Create the repository if need be and upload the folder."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(config.repo, private=config.private, exist_ok=True)
-        api.upload_folder(
-            repo_id=config.repo, folder_path=str(folder), commit_message=config.message, revision=config.revision
-        )
-    except Exception as error:  # the hub's many errors: no token, no right, no network
-        reason = one_line(error)
-        raise CheckpointError(f"{config.repo}: the hub refused ({reason}); `hf auth login` sets a token") from None

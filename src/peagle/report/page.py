@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 from markupsafe import Markup, escape
 
+from peagle.evaluate.counts import markdown_lines
 from peagle.report.charts import NUM_COLOURS
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -91,13 +91,9 @@ def html(page: Page) -> str:
     )
     # what stands between backticks is set as code
     templates.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    sections = [s for s in page.sections if s.tables or any(c.svg for c in s.charts)]
     return templates.get_template("report.html.j2").render(
-        title=page.title,
-        subtitle=page.subtitle,
-        cards=page.cards,
-        notes=page.notes,
-        sections=[s for s in page.sections if s.tables or any(c.svg for c in s.charts)],
-        num_colours=NUM_COLOURS,
+        vars(page) | {"sections": sections, "num_colours": NUM_COLOURS}
     )
 
 
@@ -109,26 +105,13 @@ def markdown(page: Page) -> str:
     for section in page.sections:
         if not section.tables:
             continue
-        out += [f"## {section.title}", ""]
-        if section.text:
-            out += [section.text, ""]
+        out += [f"## {section.title}", "", *([section.text, ""] if section.text else [])]
         for grid in section.tables:
-            out += [*markdown_table(grid), ""]
-        if section.footnote:
-            out += [section.footnote, ""]
+            out += [f"*{grid.caption}*", ""] if grid.caption else []
+            head, rows = grid.head or ("",) * len(grid.rows[0].cells), [row.cells for row in grid.rows]
+            out += [*markdown_lines(head, rows, "---" if grid.is_text else "---:"), ""]
+        out += [section.footnote, ""] if section.footnote else []
     return "\n".join(out).rstrip() + "\n"
-
-
-def markdown_table(grid: Grid) -> list[str]:
-    """A table as Markdown lines; a cell's `|` is escaped."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    head = grid.head or ("",) * len(grid.rows[0].cells)
-    align = "|".join("---" if i == 0 or grid.is_text else "---:" for i in range(len(head)))
-    caption = [f"*{grid.caption}*", ""] if grid.caption else []
-    return [*caption, line(head), f"|{align}|", *(line(row.cells) for row in grid.rows)]
 
 
 def number(value: float | None, digits: int) -> str:

@@ -33,10 +33,7 @@ _CONDITIONS = (
 
 
 def report(config: ReportConfig) -> int:
-    """Write report.html, report.md and report.csv, and print where.
-
-    Returns:
-        0.
+    """Write report.html, report.md and report.csv, and print where; returns 0.
 
     Raises:
         DataError: nothing to report in a folder.
@@ -317,12 +314,7 @@ def what_was_run(records: Sequence[Record]) -> Section | None:
 
 
 def training_charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
-    """Loss, accuracy per depth and expected acceptance length, each absent where it was not recorded.
-
-    Args:
-        rows: lines of `metrics.jsonl`: `kind` "train" or "validation", `step`, `loss`, `accuracy` per depth, and for
-            validation `acceptance_length`.
-    """
+    """Loss, accuracy per depth and expected acceptance length, each absent where `metrics.jsonl` does not have it."""
     train = [row for row in rows if row.get("kind") == "train" and "step" in row]
     held_out = [row for row in rows if row.get("kind") == "validation" and "step" in row]
     loss = [_over_steps("training", train, "loss", 0), _over_steps("held out", held_out, "loss", 1, is_strong=True)]
