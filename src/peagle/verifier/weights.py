@@ -161,7 +161,7 @@ def fingerprint(verifier: VerifierConfig) -> str:
 
 
 def find_tensor(files: TensorFiles, verifier: VerifierConfig, role: str) -> str:
-    """The name of the "embedding", "norm" or "head" weight in the files; else a VerifierError lists the closest ones."""
+    """The name of the "embedding", "norm" or "head" weight in the files; else a VerifierError lists close ones."""
     given = verifier.tensor_names.get(role)
     if given is not None:
         if given not in files.file_of:
