@@ -83,7 +83,7 @@ def our_worker(options: argparse.Namespace) -> None:
     from peagle.drafter.model_config import DrafterConfig
     from peagle.drafter.network import Drafter
     from peagle.hidden_states.batch import Batch
-    from peagle.kernels import native_attention_problem
+    from peagle.kernels.cpu import native_attention_problem
     from peagle.train.step import StepSettings, keep_pages, num_supervised, train_step
     from peagle.verifier.weights import VerifierHead
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.data import load_prepared
+from peagle.data.prepared import load_prepared
 from tests.data.toys import (
     QWEN3,
     TOOLS_LOOPED,

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from peagle.data import load_prepared, read_conversations, render_prompt
+from peagle.data.prepared import load_prepared
+from peagle.data.readers import read_conversations
+from peagle.data.template import render_prompt
 from tests.data.toys import (
     BOTH_TAGS,
     CHATML,

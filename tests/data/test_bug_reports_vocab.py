@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.cli.main import main
-from peagle.data import load_prepared
 from peagle.data.draft_vocab import choose_vocab
+from peagle.data.prepared import load_prepared
 from tests.data.toys import chat, write_lines
 from tests.fakes import byte_tokenizer, tiny_verifier
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peagle.data import load_prepared, read_rows
+from peagle.data.prepared import load_prepared
+from peagle.data.readers import read_rows
 from peagle.data.template import ChatTemplate
 from peagle.data.tokenize import RowTokenizer
 from tests.data.toys import (

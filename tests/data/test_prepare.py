@@ -16,8 +16,8 @@ import datasets
 import pytest
 
 from peagle.cli.main import main
-from peagle.data import load_prepared
 from peagle.data.prepare import ordered_map
+from peagle.data.prepared import load_prepared
 from peagle.errors import DataError, TemplateError
 from tests.data.toys import (
     CHATML,

@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from peagle.data import Conversation, Rejected, read_conversations, read_rows
-from peagle.data.readers import BENCHMARK_PARTS, HUB_SETS, hub_parts, read_file
-from peagle.data.records import UnusableRow
+from peagle.data.readers import BENCHMARK_PARTS, HUB_SETS, hub_parts, read_conversations, read_file, read_rows
+from peagle.data.records import Conversation, Rejected, UnusableRow
 from peagle.errors import DataError
 from tests.data.toys import chat, write_lines
 

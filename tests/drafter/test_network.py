@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from peagle.kernels import rms_norm, swiglu
+from peagle.kernels.cpu import rms_norm, swiglu
 from tests.train.test_step import make_drafter
 
 

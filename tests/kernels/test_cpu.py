@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from peagle import kernels
-from peagle.kernels import Tile, attend, causal_tiles, cpu, reference_attend
+from peagle.kernels import cpu as kernels
+from peagle.kernels.cpu import Tile, attend, causal_tiles, cpu, reference_attend
 from peagle.layout import sample, visible
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_kernels_are_there_where_they_can_be() -> None:
 def test_a_variable_switches_them_off(variable: str) -> None:
     code = """
 import torch
-from peagle import kernels
+from peagle.kernels import cpu as kernels
 print(kernels.native_attention_problem(torch.device("cpu"), torch.float32, 64))
 print(*kernels.softmax_with_entropy(torch.zeros(1, 4)))
 """
@@ -260,7 +260,7 @@ def test_pytorchs_threads_share_the_work() -> None:
     """Else the tests above with several threads would hold because there is one."""
     code = """
 import os, torch
-from peagle import kernels
+from peagle.kernels import cpu as kernels
 torch.set_num_threads(3)
 before = len(os.listdir("/proc/self/task"))
 kernels.softmax_with_entropy(torch.ones(600, 2000))

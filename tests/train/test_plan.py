@@ -13,7 +13,7 @@ from peagle.drafter.checkpoint import save
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.errors import CheckpointError, ConfigError
-from peagle.kernels import native_attention_problem
+from peagle.kernels.cpu import native_attention_problem
 from peagle.train import plan
 from peagle.train.config import FitConfig, TrainConfig
 from peagle.train.parallel import World

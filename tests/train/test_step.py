@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from benchmarks.parity import WHOLE, compare
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import Batch
-from peagle.kernels import native_attention_problem
+from peagle.kernels.cpu import native_attention_problem
 from peagle.layout import full, sample, visible
 from peagle.train import step
 from peagle.train.loss import verifier_choices

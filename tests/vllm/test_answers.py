@@ -9,7 +9,7 @@ import pytest
 
 from peagle.cli.main import main
 from peagle.config import ServerSettings
-from peagle.data import Conversation
+from peagle.data.records import Conversation
 from peagle.errors import EndpointError
 from peagle.verifier.source import GenerationSettings, Prompt, RowAnswer, RowRefused
 from peagle.vllm.answers import EndpointAnswers

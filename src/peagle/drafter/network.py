@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import ConfigError, one_line
-from peagle.kernels import rms_norm, swiglu
+from peagle.kernels.cpu import rms_norm, swiglu
 
 # attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
 #   -> [..., num_slots, num_heads * head_dim]; q and k arrive rotated.

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peagle.data import Conversation, ReadyRow, Rejected, TokenRow, UnusableRow, load_prepared, read_rows, render_prompt
-from peagle.data.template import use_template_file
+from peagle.data.prepared import load_prepared
+from peagle.data.readers import read_rows
+from peagle.data.records import Conversation, ReadyRow, Rejected, TokenRow, UnusableRow
+from peagle.data.template import render_prompt, use_template_file
 from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter.model_config import DrafterConfig
 from peagle.engine.engine import verifier_misfit

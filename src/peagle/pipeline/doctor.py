@@ -155,7 +155,7 @@ def _vllm() -> Finding:
 def _device() -> str:
     import torch
 
-    from peagle import kernels
+    from peagle.kernels import cpu as kernels
 
     if torch.cuda.is_available():
         names = []

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from peagle import log
-from peagle.data import Conversation, Rejected, UnusableRow, read_conversations, render_prompt
-from peagle.data.template import template_text, use_template_file
+from peagle.data.readers import read_conversations
+from peagle.data.records import Conversation, Rejected, UnusableRow
+from peagle.data.template import render_prompt, template_text, use_template_file
 from peagle.data.tokenizer import load_tokenizer, tokenizer_sha256
 from peagle.errors import DataError
 from peagle.files import whole_file

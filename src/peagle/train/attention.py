@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from peagle import kernels
-from peagle.kernels import Tile
+from peagle.kernels import cpu as kernels
+from peagle.kernels.cpu import Tile
 from peagle.train import flex
 
 AttentionName = Literal["native", "sdpa", "reference", "flex"]

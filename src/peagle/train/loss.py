@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from peagle import kernels
+from peagle.kernels import cpu as kernels
 from peagle.verifier.weights import VerifierHead
 
 LossName = Literal["kl_div", "ce", "tv"]

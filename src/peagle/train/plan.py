@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from peagle import kernels
 from peagle.drafter.checkpoint import CONFIG, DTYPES, find, read_config
 from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import ConfigError
+from peagle.kernels import cpu as kernels
 from peagle.train.attention import AttentionName
 from peagle.train.config import CHAIN_SETTINGS, FitConfig, TrainConfig, flag_of
 from peagle.train.parallel import World

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle import kernels
 from peagle.drafter.network import Drafter, Entered
 from peagle.hidden_states.batch import Batch
-from peagle.kernels import Tile
+from peagle.kernels import cpu as kernels
+from peagle.kernels.cpu import Tile
 from peagle.layout.cod import CodLayout
 from peagle.train.attention import HEADS, AttentionName, BasePass, MaskSlots, base_attention, rollout_attention
 from peagle.train.eagle3 import chain_rollout

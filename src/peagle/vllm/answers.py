@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from peagle.config import ServerSettings
-from peagle.data import Conversation
+from peagle.data.records import Conversation
 from peagle.errors import EndpointError
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import Generation, GenerationSettings, Prompt, RowAnswer, RowRefused, first_difference
