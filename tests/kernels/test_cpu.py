@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from peagle.kernels import cpu
 from peagle.kernels import cpu as kernels
-from peagle.kernels.cpu import Tile, attend, causal_tiles, cpu, reference_attend
+from peagle.kernels.cpu import Tile, attend, causal_tiles, reference_attend
 from peagle.layout import sample, visible
 
 CPU = torch.device("cpu")
