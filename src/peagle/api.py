@@ -5,8 +5,6 @@ that a package does not decide; for another setting, call the package. Public: `
 `Written`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

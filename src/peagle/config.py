@@ -1,7 +1,5 @@
 """The base of every stage's configuration: one frozen model is the only source of flags, YAML keys and doc tables."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 A message says what and where, what was found against what was expected, and what to do.
 """
 
-from __future__ import annotations
-
 
 def one_line(error: BaseException) -> str:
     """An error's text in one line of at most 300 characters, for the end of a message of our own."""

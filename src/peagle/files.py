@@ -1,7 +1,5 @@
 """Writing so that a kill, a full disk or a power cut leaves either the old file or the new one, never half of one."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Logging, progress, and the record of a run: rank 0 speaks, in one steady line, also where there is no terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

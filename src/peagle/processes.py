@@ -1,7 +1,5 @@
 """Child processes: the stages of a run, and servers. None outlives its parent or works beside a second run."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

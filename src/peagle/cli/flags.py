@@ -1,7 +1,5 @@
 """Flags made from a stage's config: `num_depths: int` becomes `--num-depths`, docstring and default its help."""
 
-from __future__ import annotations
-
 import inspect
 import types
 import typing

@@ -1,7 +1,5 @@
 """`--help` of one command: flags whole, grouped by what they are for, each with what it takes and means."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from typing import Any

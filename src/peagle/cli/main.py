@@ -1,7 +1,5 @@
 """`peagle` and `python -m peagle`: the list of subcommands, and the one place where errors become one line."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """Settings of `peagle convert`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ What was read is recorded in our `config.json` (`converted_from`), what is writt
 (`peagle_config`), so that there and back gives the same tensors and the same config, to the bit.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Whatever our network does not do, or their layout has no place for, is refused by name, never dropped.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

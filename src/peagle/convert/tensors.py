@@ -4,8 +4,6 @@ The record (`Origin`) says for every tensor of ours what it was called, which on
 how the vocabulary tables were written. Whatever is neither ours nor known to be unused is refused by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Settings of `peagle prepare` and `peagle inspect`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -5,8 +5,6 @@ can be drafted. Selected ids 2, 5, 9 give d2t 2, 4, 7. All tables are sized by t
 tokenizer, which may have fewer tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 A new layout is a few keys in the tables here, or a branch in `_turns`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

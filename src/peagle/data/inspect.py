@@ -1,7 +1,5 @@
 """Showing prepared rows to a person: what is supervised, what is not, and why rows are missing."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The stage `peagle prepare`: everything that was read is kept or listed with its reason, and the counts add up."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

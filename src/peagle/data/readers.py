@@ -4,8 +4,6 @@
 makes a `Conversation`, `TextRow`, `ReadyRow` or `Rejected` of each. One bad row harms no other.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

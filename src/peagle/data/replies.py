@@ -5,8 +5,6 @@ template's rendering of the conversation up to it adds: that the prompt is a pre
 assumed. Thinking templates break the assumption in known ways, handled here by name; what else breaks it is refused.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

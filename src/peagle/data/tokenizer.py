@@ -1,7 +1,5 @@
 """What `peagle prepare` needs of the verifier: its tokenizer and how many rows its embedding has; never its weights."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ In: the drafter's config, the run's manifest, the acceptance table if there is o
 that trained it never enter the card.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

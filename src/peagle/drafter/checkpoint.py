@@ -1,7 +1,5 @@
 """Checkpoint folders that `vllm serve` loads as they are: `config.json` and `model.safetensors` at the root."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ carries the state as residual. Pair slots carry real tokens and states, mask slo
 Who sees whom is the caller's: `base_pass` and `carried_pass` hand queries, keys and values to an `attend` function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast

@@ -1,7 +1,5 @@
 """A drafter that starts from another one: P-EAGLE from EAGLE-3, either from an earlier self, maybe with more layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ In: nothing. Out: paths. Anywhere a model or a data file is asked for, `embedded
 `embedded:test` stand for them. The verifier never saw the test questions; no trained drafter is shipped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

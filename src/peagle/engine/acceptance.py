@@ -8,8 +8,6 @@ tokens the last one comes from p itself. Greedy decoding is the case of one-hot 
 Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ In the caches of verifier and drafter a token's slot is its position, so a row's
 length: what lies beyond is never seen (keys after a query's position are masked) and is overwritten by the next pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """One forward of a Transformers model over a span, with its own preallocated cache and the states the drafter reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

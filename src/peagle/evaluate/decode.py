@@ -1,7 +1,5 @@
 """`--mode decode`: the engine answers all prompts, some of them beside plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ right, and position k is accepted, whatever its token, with w_0 .. w_{k-1} times
 These sums are the expected counts of sampled decoding, without its noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

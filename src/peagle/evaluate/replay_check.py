@@ -1,7 +1,5 @@
 """`--mode replay`, and the check of `--mode both` that replay and decoding count alike."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What an evaluation says: the figures of evaluation.json, and from them Markdown and the lines on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

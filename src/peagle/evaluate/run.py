@@ -1,7 +1,5 @@
 """`peagle evaluate`: read prompts or recorded answers, decode or replay, count, report."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A drafter that a vLLM server runs: acceptance from the server's own counters, and its speed under load."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -6,8 +6,6 @@ wanted, and yields a row's states, or its refusal, whenever it has them. Here ea
 counted.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -6,8 +6,6 @@ the C library (`kernels.c`) by ctypes: loaded once, its structs filled, its work
 call write apart or in one order, so that no number depends on how many threads there are.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

@@ -25,8 +25,6 @@ y_1 predicts the reply's first token, which the verifier's own prefill gives, so
 first five tokens: no supervised slot reads past x_4 and y_4, and the three after them can be cut off.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Settings of `peagle run`, `peagle demo` and `peagle doctor`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

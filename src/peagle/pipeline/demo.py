@@ -4,8 +4,6 @@ Only the verifier and the questions are shipped: the drafter starts from the ver
 questions that neither of the two was trained on. The recipe says with which settings.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

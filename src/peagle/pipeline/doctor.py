@@ -4,8 +4,6 @@ Nothing is left behind: the dry run works in a temporary folder and calls the sa
 go wrong later goes wrong here.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

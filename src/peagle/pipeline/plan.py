@@ -5,8 +5,6 @@ the GB. Work is counted in multiply-adds. Time is work over the rate that this m
 measured on the spot, times an efficiency; it says what to expect here, to a factor of two.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """A recipe: the whole pipeline in one YAML file, and the stages that follow from it."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`peagle run`: run a recipe's stages in order, skip what is done, go on where a killed run stopped."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """`peagle regenerate`: the verifier writes its own replies, since a drafter learns to predict ITS verifier."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Line and bar charts as SVG text. The page gives the colours, so light, dark and print all work."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass

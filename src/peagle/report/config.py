@@ -1,7 +1,5 @@
 """Settings of `peagle report` and `peagle push`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """What a report is made from: evaluations, training metrics, configs and manifests found below the given folders."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """`peagle push`: a checkpoint and its model card to the Hugging Face hub."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

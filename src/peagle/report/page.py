@@ -1,7 +1,5 @@
 """The parts of a report, and how they become one HTML page or Markdown. Nothing here knows what is reported."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path

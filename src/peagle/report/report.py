@@ -4,8 +4,6 @@ Each section is made from the records, and absent where nothing was measured for
 manifests come as they were written: what an older version did not write is missing, and shown as missing.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import logging

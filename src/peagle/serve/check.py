@@ -1,7 +1,5 @@
 """`peagle check`: says what a serving engine would refuse in a checkpoint, and what it would misread without a word."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

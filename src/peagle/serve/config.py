@@ -1,7 +1,5 @@
 """Settings of `peagle check` and `peagle serve`; apart from their code, which takes seconds to load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

@@ -7,8 +7,6 @@ Source: vLLM 0.32, transformers_utils/configs/speculators (how the file becomes 
 the speculative config) and model_executor/models/{llama,qwen3}_eagle3.py (what the drafter takes from it).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint's files as they are on the disk, nothing interpreted, and what checks find in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`peagle serve`: check a checkpoint, then become `vllm serve` with the settings that it needs."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

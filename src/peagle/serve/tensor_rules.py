@@ -1,7 +1,5 @@
 """The tensors that vLLM loads for a drafter: names, shapes, dtypes, values."""
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 

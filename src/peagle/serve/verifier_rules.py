@@ -1,7 +1,5 @@
 """Whether a checkpoint fits the verifier that it names, and the engine that would serve both."""
 
-from __future__ import annotations
-
 import torch
 from safetensors import SafetensorError
 

@@ -8,8 +8,6 @@ part of a block's mask slots against the pair slots up to their anchors and thei
 base pass leaves (`BasePass`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Order, packing and sharing are pure functions of row ids, lengths, seed and epoc
 resumed, see what one uninterrupted process sees.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

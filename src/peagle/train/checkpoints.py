@@ -8,8 +8,6 @@
 safetensors and JSON only. A folder counts only if it is complete: it gets its name by a rename when all is on disk.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ Rank 0 decides for all, so that no two ranks can differ, and a file that only on
 the config. Out: a `Decision` of JSON values.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -15,8 +15,6 @@ Source: EAGLE-3, arXiv 2503.01840, section 3.2; equal to Speculators 0.9.0's Eag
 Differs: a chain never runs into the next document, and ends where its own supervision ends.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -7,8 +7,6 @@ dimension of one block, for which dynamic shapes compile again. On a CPU the for
 it has no backward there, so gradients come from the written-out reference (a check, not a way to train).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

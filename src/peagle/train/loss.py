@@ -4,8 +4,6 @@ Rows come sorted by label, so that the verifier's distribution is computed once 
 backward is written by hand: a chunk's logits become their own gradient, which costs one more matrix product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise

@@ -12,8 +12,6 @@ the optimizer, the parameters made of them. Three ways to hold them, chosen once
 With `train_embeddings="mask-token"` the embedding's master is one row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 Matrices of the layers and `fc` are stepped by Muon (or AdamW); embedding, head, norms and `mask_hidden` by AdamW.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

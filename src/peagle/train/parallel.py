@@ -4,8 +4,6 @@ Every collective in training goes through here, at fixed places of a step, whate
 without data, or with one batch fewer, still meets the others. In: torchrun's environment. Out: a `World`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

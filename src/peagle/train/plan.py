@@ -4,8 +4,6 @@
 behind a plan reads the plan, in which nothing is left open; no default is stated anywhere else.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from dataclasses import dataclass

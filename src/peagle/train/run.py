@@ -1,7 +1,5 @@
 """`peagle train`: from prepared rows and their states to checkpoints. Decide, load, initialise, fit, record."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

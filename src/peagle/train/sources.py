@@ -4,8 +4,6 @@ A verifier has several rows under way at once: nothing waits that could have bee
 that has been used. `plan_states` says what states will be like before any weights are loaded, `open_rows` opens them.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import defaultdict, deque

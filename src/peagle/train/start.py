@@ -2,8 +2,6 @@
 layers that are random, or the verifier's own last ones, of which the first is fitted to what a drafter is given.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

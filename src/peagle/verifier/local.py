@@ -1,7 +1,5 @@
 """The verifier in this process through Transformers: the model and its hidden states, on the CPU or one GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Families differ in small things that give wrong results silently: whether the fi
 whether embeddings or logits are scaled, where the rope base is written. Each is said here once, as a plain number.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

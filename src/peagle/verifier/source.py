@@ -1,7 +1,5 @@
 """The seam between whatever runs a verifier (this process, a server) and those who want its states or its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tokens with a role: those that end the verifier's answers, and the one that stands for what a slot does not know."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any

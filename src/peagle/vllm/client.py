@@ -5,8 +5,6 @@ times with growing pauses. A lost connection means that a server is gone: it may
 `restart_wait_s`, by all threads together. Any other 4xx is not repeated: the same request would get the same answer.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -1,7 +1,5 @@
 """Settings of `peagle launch-vllm`; apart from its code, which takes seconds to load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """vLLM's speculative-decoding counters from its Prometheus text: summed over engines, differences of two readings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

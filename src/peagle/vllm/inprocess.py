@@ -1,7 +1,5 @@
 """Hidden states from vLLM inside this process: no server, no port, the same connector and the same files."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

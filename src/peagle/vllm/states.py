@@ -5,8 +5,6 @@ the file and is compared. A file holds as many states as ids, or it is asked for
 read, and those of a killed run of the same store are swept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

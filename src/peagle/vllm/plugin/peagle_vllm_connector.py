@@ -22,8 +22,6 @@ Source: written against vLLM 0.32; vLLM's ExampleHiddenStatesConnector. Each dat
 scheduler and worker and writes its own requests' files; the client's names keep them apart.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from dataclasses import dataclass, field

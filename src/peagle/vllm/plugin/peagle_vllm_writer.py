@@ -1,7 +1,5 @@
 """Hidden states to files: a bounded queue before a slow disk, whole files or none, failures that reach the reader."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
