@@ -149,7 +149,10 @@ def _step(
     embeds, hidden = drafter.embed_pairs(batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs])
     cos, sin = drafter.rotary(batch.rope_pos[:num_pairs], hidden.dtype)  # [num_pairs, 1, head_dim]
     attend = base_attention(settings.attention, bounds, hidden.device)
-    carried, keys, values = drafter.base_pass(embeds, hidden, cos, sin, attend, settings.checkpoint_base and with_grad)
+    carried, keys, values = drafter.base_pass(
+        embeds=embeds, hidden=hidden, cos=cos, sin=sin, attend=attend,
+        checkpoint=settings.checkpoint_base and with_grad,
+    )  # fmt: skip
     give_back_pages(num_pairs, carried.device)
     states = drafter.norm(carried)  # [num_pairs, hidden_size]
     states_read, state_grad = states.detach(), torch.zeros_like(states) if with_grad else None
@@ -174,13 +177,17 @@ def _step(
         if anchor.numel():
             with torch.set_grad_enabled(with_grad):  # -> [num_slots, hidden_size]
                 if masks is not None:
-                    rolled = _rollout(drafter, masks, batch, base, anchor, depth, settings.attention)
+                    rolled = _rollout(
+                        drafter, masks, batch, base, anchor=anchor, depth=depth, attention=settings.attention
+                    )
                 else:
                     # A chain's steps lie apart among the keys: no closed form for flex, so sdpa, in larger parts.
                     is_flex = settings.attention == "flex"
                     heads = HEADS["sdpa" if is_flex else settings.attention]
                     part_slots = FLEX_CHAIN_SLOTS if is_flex else PART_SLOTS
-                    rolled = chain_rollout(drafter, batch, base, anchor, depth, heads, part_slots)
+                    rolled = chain_rollout(
+                        drafter, batch, base, anchor=anchor, depth=depth, heads=heads, part_slots=part_slots
+                    )
 
         # 4. Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
         pairs = torch.arange(block.first_anchor, block.last_anchor, device=anchor.device)
