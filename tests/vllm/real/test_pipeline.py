@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from peagle import embedded
 from peagle.cli.main import main
@@ -159,7 +160,7 @@ def test_extract_survives_a_killed_and_restarted_server(runs: Runs) -> None:
         a, b = once.read(row_id), again.read(row_id)
         assert a.row == b.row
         assert torch.equal(a.label_pos, b.label_pos)
-        # Another batch, other rounding: a token's whole state is compared, since a number near 0 has no digits to spare.
+        # Another batch, other rounding: a token's whole state is compared, as a number near 0 has no digits to spare.
         assert worst_error(a.aux_states, b.aux_states, a.last_states.shape[1]) < 1e-5
         assert worst_error(a.last_states, b.last_states, a.last_states.shape[1]) < 1e-5
 
