@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peagle.data.records import TokenRow
-from peagle.drafter.model_config import DrafterConfig
+from peagle.drafter.model_config import DrafterConfig, config_for
+from peagle.verifier.model_config import load_verifier_config
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -189,6 +190,24 @@ def drafter_config(**changes: Any) -> DrafterConfig:
         "verifier_architectures": ("Qwen3ForCausalLM",),
     }
     return DrafterConfig.build({**values, **changes})
+
+
+def drafter_for(folder: Path, **changes: Any) -> DrafterConfig:
+    """The shape of a two-layer drafter for a verifier's folder; `changes` override arguments of `config_for`."""
+    values = {
+        "speculators_model_type": "peagle",
+        "layer_type": None,
+        "num_layers": 2,
+        "intermediate_size": None,
+        "num_speculative_tokens": 4,
+        "aux_layer_ids": (2, 4, 5),
+        "draft_vocab_size": None,
+        "mask_token_id": 3,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "norm_output": False,
+    }
+    return config_for(load_verifier_config(str(folder), False), **{**values, **changes})
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

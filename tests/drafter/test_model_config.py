@@ -9,28 +9,11 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from peagle.drafter.model_config import DrafterConfig, config_for
+from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter, inverse_frequencies
 from peagle.errors import CheckpointError, ConfigError
-from peagle.verifier.model_config import load_verifier_config
 from tests import fakes
-
-
-def drafter_for(folder, **changes) -> DrafterConfig:
-    values = {
-        "speculators_model_type": "peagle",
-        "layer_type": None,
-        "num_layers": 2,
-        "intermediate_size": None,
-        "num_speculative_tokens": 4,
-        "aux_layer_ids": (2, 4, 5),
-        "draft_vocab_size": None,
-        "mask_token_id": 3,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "norm_output": False,
-    }
-    return config_for(load_verifier_config(str(folder), False), **{**values, **changes})
+from tests.fakes import drafter_for
 
 
 @pytest.fixture

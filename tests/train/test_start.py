@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peagle.data.records import TokenRow
-from peagle.drafter.model_config import config_for
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.store import StoreReader
@@ -20,6 +19,7 @@ from peagle.train.start import first_rows, fit_first_layer, initialise, mask_hid
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
 from tests import fakes
+from tests.fakes import drafter_for
 from tests.train.files import make_files
 from tests.train.problem import rows
 
@@ -82,21 +82,8 @@ def _wide(made: list, hidden_size: int) -> list:
 
 
 def new_drafter(folder, **changes) -> Drafter:
-    values = {
-        "speculators_model_type": "peagle",
-        "layer_type": None,
-        "num_layers": 2,
-        "intermediate_size": None,
-        "num_speculative_tokens": 4,
-        "aux_layer_ids": (2, 4, 5),
-        "draft_vocab_size": None,
-        "mask_token_id": 3,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "norm_output": False,
-    }
     torch.manual_seed(0)
-    return Drafter(config_for(load_verifier_config(str(folder), False), **{**values, **changes}))
+    return Drafter(drafter_for(folder, **changes))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
