@@ -14,6 +14,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # One thread per process: two cores are soon oversubscribed.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The quick tests run in two processes, each file in one of them; WORKERS=0 runs them in this one, in order.
+WORKERS ?= 2
 
 .PHONY: demo setup test check lint docs docs-build test-quick test-no-native test-vllm clean
 
@@ -31,7 +33,7 @@ test:
 	$(MAKE) test-vllm
 
 check: lint
-	$(PYTEST) tests -m "not vllm and not slow"
+	$(PYTEST) tests -n $(WORKERS) --dist loadfile -m "not vllm and not slow"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -47,7 +49,7 @@ docs-build: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir site
 
 test-quick: $(VENV)/.installed-dev
-	$(PYTEST) tests -m "not vllm" --durations=20
+	$(PYTEST) tests -n $(WORKERS) --dist loadfile -m "not vllm" --durations=20
 
 # The same results without our C kernels.
 test-no-native: $(VENV)/.installed-dev
