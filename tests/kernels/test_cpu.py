@@ -58,7 +58,7 @@ def test_a_variable_switches_them_off(variable: str) -> None:
 import torch
 from peagle.kernels import cpu as kernels
 print(kernels.native_attention_problem(torch.device("cpu"), torch.float32, 64))
-print(*kernels.softmax_with_entropy(torch.zeros(1, 4)))
+print(*kernels.softmax_(torch.zeros(1, 4)))
 """
     environment = {**os.environ, **dict([variable.split("=")])}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -264,7 +264,7 @@ import os, torch
 from peagle.kernels import cpu as kernels
 torch.set_num_threads(3)
 before = len(os.listdir("/proc/self/task"))
-kernels.softmax_with_entropy(torch.ones(600, 2000))
+kernels.softmax_(torch.ones(600, 2000))
 print(kernels.num_native_threads(), len(os.listdir("/proc/self/task")) - before)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -282,19 +282,36 @@ def test_softmax_with_what_a_loss_asks_of_it(vocab_size: int, scale: float, num_
     logits, target = drawn(40, vocab_size) * scale, torch.softmax(drawn(num_targets, vocab_size, seed=1), -1)
     row, exact = torch.arange(40) % num_targets, logits.double()
     wanted, rounding = exact.softmax(-1), 1e-6 + 1e-6 * float(logits.abs().max())  # differences of logits lose bits
-    for entropy in (kernels.softmax_with_entropy, cpu.reference_softmax_with_entropy):
-        probs, sure = entropy(logits.clone())
+    for softmax in (kernels.softmax_, cpu.reference_softmax_):
+        probs, log_sum, dot, best = softmax(logits.clone())
         torch.testing.assert_close(probs, wanted.float(), rtol=2e-5, atol=1e-7)
-        torch.testing.assert_close(sure, torch.xlogy(wanted, wanted).sum(-1).float(), rtol=1e-5, atol=rounding)
+        torch.testing.assert_close(dot - log_sum, torch.xlogy(wanted, wanted).sum(-1).float(), rtol=1e-5, atol=rounding)
+        torch.testing.assert_close(log_sum, exact.logsumexp(-1).float(), rtol=1e-5, atol=rounding)
+        assert torch.equal(best, logits.argmax(-1))
     wanted_loss = -(exact.log_softmax(-1) * target[row].double()).sum(-1)
     for cross in (kernels.soft_cross_entropy_, cpu.reference_soft_cross_entropy_):
         changed, kept = logits.clone(), logits.clone()
         loss, best = cross(changed, target, row, True)
         torch.testing.assert_close(loss, wanted_loss.float(), rtol=1e-5, atol=rounding)
-        torch.testing.assert_close(best, logits.amax(-1))
+        assert torch.equal(best, logits.argmax(-1))
         torch.testing.assert_close(changed, (wanted - target[row]).float(), rtol=1e-4, atol=1e-6)
         assert torch.equal(cross(kept, target, row, False)[0], loss)
         assert torch.equal(kept, logits)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 15, 65, 1023, 1024, 1025, 2048, 4099])
+def test_of_several_largest_logits_the_first_counts(vocab_size: int) -> None:
+    logits = drawn(60, vocab_size).bfloat16().float()  # ties in many rows
+    places = torch.randint(vocab_size, (60, 3), generator=torch.Generator().manual_seed(0))
+    logits[:40] = logits[:40].scatter(1, places[:40], 9.0)
+    logits[40:50] = 0.0
+    logits[50:] = -logits[50:].abs() - 100.0
+    wanted, target = logits.argmax(-1), torch.softmax(logits[:1], -1)
+    assert wanted[:40].tolist() == places[:40].amin(1).tolist()
+    for softmax in (kernels.softmax_, cpu.reference_softmax_):
+        assert torch.equal(softmax(logits.clone())[3], wanted)
+    for cross in (kernels.soft_cross_entropy_, cpu.reference_soft_cross_entropy_):
+        assert torch.equal(cross(logits.clone(), target, torch.zeros(60, dtype=torch.int64), True)[1], wanted)
 
 
 def test_the_losss_gradient_is_autograds() -> None:
@@ -309,8 +326,8 @@ def test_the_losss_gradient_is_autograds() -> None:
 def test_what_is_not_a_number_stays_so() -> None:
     logits = drawn(2, 100)
     logits[0, 40] = float("nan")
-    probs, sure = kernels.softmax_with_entropy(logits)
-    assert sure.isnan().tolist() == [True, False]
+    probs, log_sum, _, _ = kernels.softmax_(logits)
+    assert log_sum.isnan().tolist() == [True, False]
     assert probs[0].isnan().all()
     assert not probs[1].isnan().any()
 

@@ -159,25 +159,26 @@ class _Attend(torch.autograd.Function):
 # -------------------- softmax with loss
 
 
-def softmax_with_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Distributions of rows, and how sure they are.
+def softmax_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Distributions of rows, and what a loss asks of them.
 
     Args:
         logits: [num_rows, vocab_size]; may be overwritten.
 
     Returns:
-        p = softmax(logits), [num_rows, vocab_size], and sum(p log p), [num_rows].
+        p = softmax(logits), [num_rows, vocab_size]; log(sum(exp(logits))), sum(p * logits) and the first place of the
+        largest logit (int64), each [num_rows].
     """
     if not _is_native(logits):
-        return reference_softmax_with_entropy(logits)
-    _, log_sum, dot = _native_softmax(logits, None, None, is_written=True)
-    return logits, dot - log_sum
+        return reference_softmax_(logits)
+    best, log_sum, dot = _native_softmax(logits, None, None, is_written=True)
+    return logits, log_sum, dot, best
 
 
-def reference_softmax_with_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition of `softmax_with_entropy`."""
-    probs = torch.softmax(logits, -1)
-    return probs, _row_dots(probs, logits) - log_sum_exp(logits.amax(-1), probs)
+def reference_softmax_(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The definition of `softmax_`."""
+    probs, best = torch.softmax(logits, -1), logits.argmax(-1)
+    return probs, _log_sum_exp(logits, probs, best), _row_dots(probs, logits), best
 
 
 def soft_cross_entropy_(logits: Tensor, target: Tensor, target_row: Tensor, with_grad: bool) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,7 @@ def soft_cross_entropy_(logits: Tensor, target: Tensor, target_row: Tensor, with
         with_grad: whether `logits` becomes its gradient.
 
     Returns:
-        -sum(target * log_softmax(logits)), and the largest logit, each [num_rows].
+        -sum(target * log_softmax(logits)), and the first place of the largest logit (int64), each [num_rows].
     """
     if not _is_native(logits, target):
         return reference_soft_cross_entropy_(logits, target, target_row, with_grad)
@@ -202,19 +203,19 @@ def reference_soft_cross_entropy_(
     logits: Tensor, target: Tensor, target_row: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """The definition of `soft_cross_entropy_`."""
-    best, probs = logits.amax(-1), torch.softmax(logits, -1)
+    probs, best = torch.softmax(logits, -1), logits.argmax(-1)
     # One distribution is read as it is by all of its rows.
     target = target if target.shape[0] == 1 else target[target_row]
-    losses = log_sum_exp(best, probs) - _row_dots(logits, target)
+    losses = _log_sum_exp(logits, probs, best) - _row_dots(logits, target)
     if with_grad:
         torch.sub(probs, target, out=logits)
     return losses, best
 
 
-def log_sum_exp(best: Tensor, probs: Tensor) -> Tensor:
-    """log(sum(exp(logits))) of rows whose largest logit and softmax are known: the largest probability is
-    exp(best - log_sum)."""
-    return best - probs.amax(-1).log()
+def _log_sum_exp(logits: Tensor, probs: Tensor, best: Tensor) -> Tensor:
+    """log(sum(exp(logits))) of rows whose softmax is known: the largest probability is exp(largest - log_sum)."""
+    at_best = best[:, None]
+    return (logits.gather(1, at_best) - probs.gather(1, at_best).log())[:, 0]
 
 
 def _row_dots(rows: Tensor, others: Tensor) -> Tensor:
@@ -307,7 +308,7 @@ class _Softmax(ctypes.Structure):
     _fields_ = (
         *(*_fields(_pointer, "x"), *_fields(_size, "m n"), *_fields(_pointer, "target")),
         *(*_fields(_size, "target_stride"), *_fields(_pointer, "target_row"), *_fields(_size, "is_written")),
-        *_fields(_pointer, "max log_sum dot"),
+        *_fields(_pointer, "best log_sum dot"),
     )
 
 
@@ -374,12 +375,12 @@ def _native_softmax(
         is_written: whether `logits` is written.
 
     Returns:
-        The largest logit, log(sum(exp(logits))), and the sum of logits times the target (or times their own
-        softmax), each [num_rows].
+        The first place of the largest logit (int64), log(sum(exp(logits))), and the sum of logits times the target (or
+        times their own softmax), each [num_rows].
     """
     num_rows, vocab_size = logits.shape
     row = None if target_row is None else target_row.contiguous()
-    stats = [logits.new_empty(num_rows) for _ in range(3)]
+    stats = [logits.new_empty(num_rows, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.float32)]
     threads = num_native_threads() if logits.numel() >= _MIN_SHARED_ELEMENTS else 1
     parts = []
     for some in _cuts(num_rows, threads):

@@ -532,9 +532,10 @@ INLINE void store_some(float *p, vec x, size n) {
 #define READ(p) (n - i >= LANES ? load((p) + i) : load_some((p) + i, n - i))
 #define WRITE(p, x) (n - i >= LANES ? store((p) + i, x) : store_some((p) + i, x, n - i))
 
-/* Rows of logits x, [m, n]: max; log_sum of the sum of exp(x). With `target` (row target_row[r] of it, a distribution):
- * dot = sum x target, and x becomes softmax(x) - target. Without: dot = sum x softmax(x), and x becomes softmax(x). x stays
- * as it is unless `is_written`. */
+/* Rows of logits x, [m, n]: best, where the largest stands (first); log_sum of the sum of exp(x). With `target` (row
+ * target_row[r] of it, a distribution): dot = sum x target, and x becomes softmax(x) - target. Without: dot = sum x
+ * softmax(x), and x becomes softmax(x). x stays as it is unless `is_written`. */
+#define STRIP 1024 /* numbers of a row whose largest is found before we see whether it exceeds those before */
 typedef struct {
     float *x;
     size m, n;
@@ -542,7 +543,8 @@ typedef struct {
     size target_stride;
     const long long *target_row;
     size is_written;
-    float *max, *log_sum, *dot;
+    long long *best;
+    float *log_sum, *dot;
 } Softmax;
 
 void peagle_softmax(const void *part) {
@@ -551,12 +553,19 @@ void peagle_softmax(const void *part) {
     for (size r = 0; r < of.m; r++) {
         float *x = of.x + r * n;
         const float *target = of.target ? of.target + of.target_row[r] * of.target_stride : NULL;
-        vec maxima[4] = {all(x[0]), all(x[0]), all(x[0]), all(x[0])}, sum[2] = {0}, product[2] = {0};
-        size i = 0;
-        for (; i + 4 * LANES <= n; i += 4 * LANES)
-            for (int j = 0; j < 4; j++) maxima[j] = larger(load(x + i + j * LANES), maxima[j]);
-        float max = max_of(larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3])));
-        for (; i < n; i++) max = max > x[i] ? max : x[i];
+        vec sum[2] = {0}, product[2] = {0};
+        float max = x[0];
+        size i = 0, best = 0;
+        while (i < n) {
+            const size first = i, end = n - i > STRIP ? i + STRIP : n;
+            vec maxima[4] = {all(x[i]), all(x[i]), all(x[i]), all(x[i])};
+            for (; i + 4 * LANES <= end; i += 4 * LANES)
+                for (int j = 0; j < 4; j++) maxima[j] = larger(load(x + i + j * LANES), maxima[j]);
+            float own = max_of(larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3])));
+            for (; i < end; i++) own = own > x[i] ? own : x[i];
+            if (own > max) max = own, best = first;
+        }
+        while (best < n - 1 && x[best] != max) best++;
         for (i = 0; i < n; i += LANES) {
             const vec one = READ(x);
             vec p = exponential(one - all(max));
@@ -567,7 +576,7 @@ void peagle_softmax(const void *part) {
             if (of.is_written) WRITE(x, p);
         }
         const float total = sum_of(sum[0] + sum[1]), share = 1.0f / total;
-        of.max[r] = max;
+        of.best[r] = best;
         of.log_sum[r] = max + __builtin_logf(total);
         of.dot[r] = sum_of(product[0] + product[1]) * (target ? 1.0f : share);
         if (!of.is_written) continue;

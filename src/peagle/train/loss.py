@@ -1,7 +1,8 @@
 """From states to loss without ever holding [num_rows, vocab_size]: rows go through the head a chunk at a time.
 
-Rows come sorted by label, so that the verifier's distribution is computed once for all rows that share a label. The
-backward is written by hand: a chunk's logits become their own gradient, which costs one more matrix product.
+Rows come sorted by label, so that the verifier's distribution is computed once for all rows that share a label; how
+they are cut is planned beforehand, on the CPU (`plan_labels`), so that no device is asked. The backward is written by
+hand: a chunk's logits become their own gradient, which costs one more matrix product.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from peagle.kernels import cpu as kernels
+from peagle.kernels import gpu
 from peagle.verifier.weights import VerifierHead
 
 LossName = Literal["kl_div", "ce", "tv"]
@@ -40,20 +42,69 @@ class RowLoss:
     """Per row: the loss, whether the drafter's choice is the verifier's, and the gradient of the weighted sum."""
 
     loss: Tensor
-    """Not weighted, [num_rows]."""
+    """Not weighted, float32 (float64 of such states), [num_rows]."""
     is_correct: Tensor
-    """bool, [num_rows]."""
+    """The first of the largest logits is the verifier's choice, as a decoder chooses; bool, [num_rows]."""
     grad: Tensor | None
     """d sum(weight * loss) / d states, [num_rows, hidden_size]; None without gradients."""
 
 
-def chunks_by_label(label_rows: Tensor, chunk_rows: int) -> Iterator[tuple[int, int]]:
-    """Cut sorted rows into ranges of at most `chunk_rows`, at label borders where a label's rows allow it."""
-    num_rows = label_rows.numel()
-    if num_rows == 0:
-        return
-    borders = torch.cat([torch.ones(1, dtype=torch.bool), (label_rows[1:] != label_rows[:-1]).cpu()]).nonzero()[:, 0]
-    starts = [*borders.tolist(), num_rows]
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Rows that go through the head together."""
+
+    begin: int
+    end: int
+    """Rows begin .. end-1."""
+    first_label: int
+    last_label: int
+    """Their labels: first_label .. last_label-1 of the plan's."""
+    pieces: tuple[tuple[slice, slice], ...]
+    """What a CPU takes at a time, whole labels: rows of the chunk, and labels of the chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelPlan:
+    """How rows, sorted by label, are cut into chunks; a label whose rows lie in two chunks is in both."""
+
+    labels: Tensor
+    """Row of `Targets.normed` of each chunk's labels, ascending within a chunk, int64, [num_labels]."""
+    label_of_row: Tensor
+    """Place of each row's label among those of its own chunk, int64, [num_rows]."""
+    chunks: tuple[Chunk, ...]
+
+
+def plan_labels(label_rows: Tensor, chunk_rows: int, vocab_size: int) -> LabelPlan:
+    """Cut sorted rows into chunks of at most `chunk_rows`, at label borders where a label's rows allow it.
+
+    Args:
+        label_rows: row of `Targets.normed` for each row, ascending, int64, on the CPU, [num_rows].
+        chunk_rows: see above.
+        vocab_size: the drafter's; more of it makes smaller pieces.
+    """
+    assert label_rows.device.type == "cpu", "planning reads every row"
+    labels, label_of_row, counts = torch.unique_consecutive(label_rows, return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    starts = [0, *ends]
+    chunks: list[Chunk] = []
+    chosen, places = [], []
+    piece_rows = max(1, PIECE_ELEMENTS // vocab_size)
+    first_label = 0
+    for begin, end in _chunk_bounds(starts, chunk_rows):
+        first, last = (int(label_of_row[row]) for row in (begin, end - 1))
+        rows_per_label = [min(starts[label + 1], end) - max(starts[label], begin) for label in range(first, last + 1)]
+        last_label = first_label + last + 1 - first
+        pieces = tuple(_pieces(rows_per_label, piece_rows))
+        chunks.append(Chunk(begin=begin, end=end, first_label=first_label, last_label=last_label, pieces=pieces))
+        chosen.append(labels[first : last + 1])
+        places.append(label_of_row[begin:end] - first)
+        first_label = last_label
+    none = label_rows.new_empty(0)
+    return LabelPlan(labels=torch.cat([none, *chosen]), label_of_row=torch.cat([none, *places]), chunks=tuple(chunks))
+
+
+def _chunk_bounds(starts: list[int], chunk_rows: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows; `starts` are those of the labels, and the end."""
     begin = 0
     for here, after in pairwise(starts):
         if after - begin > chunk_rows and here > begin:
@@ -62,15 +113,15 @@ def chunks_by_label(label_rows: Tensor, chunk_rows: int) -> Iterator[tuple[int, 
         while after - begin > chunk_rows:
             yield begin, begin + chunk_rows
             begin += chunk_rows
-    if begin < num_rows:
-        yield begin, num_rows
+    if begin < starts[-1]:
+        yield begin, starts[-1]
 
 
 def head_loss(
     *,
     states: Tensor,
     weight: Tensor,
-    label_rows: Tensor,
+    plan: LabelPlan,
     row_weight: Tensor,
     targets: Targets,
     loss: LossName,
@@ -78,52 +129,67 @@ def head_loss(
     with_grad: bool,
     weight_grad: Tensor | None,
 ) -> RowLoss:
-    """Loss, correctness and gradient of rows against their labels.
+    """Loss, correctness and gradient of rows against their labels. The host waits for no device.
 
     Args:
-        states: what the drafter's head reads, [num_rows, hidden_size].
+        states: what the drafter's head reads, in the plan's order, [num_rows, hidden_size].
         weight: the drafter's head, [draft_vocab_size, hidden_size].
-        label_rows: row of `targets.normed` for each row, ascending, int64, [num_rows].
+        plan: the rows' labels and chunks, its tensors on the device of `states`.
         row_weight: weight of each row in the sum whose gradient is taken, [num_rows].
         targets: the verifier's side.
         loss: `kl_div` KL(verifier || drafter), `ce` the verifier's choice as a hard label, `tv` total variation.
-        logits_buffer: holds the logits of a chunk, [chunk_rows, draft_vocab_size]. A step has one: fresh pages cost a
-            third of the product that fills them.
+        logits_buffer: holds the logits of a chunk, [at least its rows, draft_vocab_size]. A step has one: fresh pages
+            cost a third of the product that fills them.
         with_grad: whether to compute `grad`.
         weight_grad: the head's gradient is added here, [draft_vocab_size, hidden_size]; None for a frozen head.
     """
-    num_rows, (chunk_rows, vocab_size) = states.shape[0], logits_buffer.shape
-    losses = states.new_empty(num_rows)
+    num_rows = states.shape[0]
+    losses = torch.empty(num_rows, dtype=torch.promote_types(states.dtype, torch.float32), device=states.device)
     is_correct = torch.empty(num_rows, dtype=torch.bool, device=states.device)
     grad = torch.empty_like(states) if with_grad else None
-    piece_elements = PIECE_ELEMENTS if states.device.type == "cpu" else logits_buffer.numel()
-    for begin, end in chunks_by_label(label_rows, chunk_rows):
-        labels, label_of_row, counts = torch.unique_consecutive(
-            label_rows[begin:end], return_inverse=True, return_counts=True
-        )
+    is_fused = states.device.type != "cpu" and gpu.fused_loss_problem() is None
+    for chunk in plan.chunks:
+        rows = slice(chunk.begin, chunk.end)
+        labels = plan.labels[chunk.first_label : chunk.last_label]
         verifier_logits = targets.head.logits(targets.normed[labels])
         known = None if targets.choices is None else targets.choices[labels]
-        logits = torch.mm(states[begin:end], weight.t(), out=logits_buffer[: end - begin])
-        for rows, own in _pieces(counts.tolist(), max(1, piece_elements // vocab_size)):
-            choices = verifier_logits[own].argmax(-1) if known is None else known[own]
-            within = label_of_row[rows] - own.start
-            here = slice(begin + rows.start, begin + rows.stop)
-            losses[here], is_correct[here] = _piece(
-                logits=logits[rows],
-                verifier_logits=verifier_logits[own],
-                choices=choices,
-                label_of_row=within,
+        logits = torch.mm(states[rows], weight.t(), out=logits_buffer[: chunk.end - chunk.begin])
+        if is_fused:
+            losses[rows], is_correct[rows] = gpu.row_losses_(
+                logits=logits,
+                verifier_logits=verifier_logits,
+                label_of_row=plan.label_of_row[rows],
+                choices=known,
                 loss=loss,
                 with_grad=with_grad,
             )
-        if with_grad:
-            assert grad is not None
-            scale = row_weight[begin:end, None]
-            torch.mm(logits, weight, out=grad[begin:end])
-            grad[begin:end].mul_(scale)
+        else:
+            whole = (slice(0, chunk.end - chunk.begin), slice(0, labels.numel()))
+            for some, own in chunk.pieces if states.device.type == "cpu" else (whole,):
+                here = slice(chunk.begin + some.start, chunk.begin + some.stop)
+                losses[here], is_correct[here] = _row_losses_(
+                    logits=logits[some],
+                    verifier_logits=verifier_logits[own],
+                    label_of_row=plan.label_of_row[here] - own.start,
+                    choices=None if known is None else known[own],
+                    loss=loss,
+                    with_grad=with_grad,
+                )
+        if grad is not None:
+            scale = row_weight[rows, None]
+            torch.mm(logits, weight, out=grad[rows])
+            grad[rows].mul_(scale)
             if weight_grad is not None:
-                weight_grad.addmm_((logits * scale).t(), states[begin:end])
+                _add_product_(weight_grad, logits.t(), states[rows] * scale)
     return RowLoss(losses, is_correct, grad)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b, which may be in a narrower type than the total."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
 
 
 def _pieces(rows_per_label: list[int], piece_rows: int) -> Iterator[tuple[slice, slice]]:
@@ -137,45 +203,51 @@ def _pieces(rows_per_label: list[int], piece_rows: int) -> Iterator[tuple[slice,
     yield slice(row, row + rows), slice(label, len(rows_per_label))
 
 
-def _piece(
+def _row_losses_(
     *,
     logits: Tensor,
     verifier_logits: Tensor,
-    choices: Tensor,
     label_of_row: Tensor,
+    choices: Tensor | None,
     loss: LossName,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Losses and correctness of a few rows, [num_rows].
+    """The definition of `kernels.gpu.row_losses_`, and what a CPU runs; `verifier_logits` may be overwritten.
 
-    `verifier_logits` may be overwritten; with gradients, `logits` becomes d loss / d logits.
+    Half precision is computed in float32, so that a loss near 10 nats isn't known to a sixteenth only.
     """
-    # 1. The drafter is right where no logit exceeds that of the verifier's choice.
-    choice = choices[label_of_row]
-    at_choice = logits.gather(1, choice.clamp(min=0)[:, None])[:, 0]  # before the logits are overwritten
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    z, verifier = logits.to(exact), verifier_logits.to(exact)
+    # 1. The verifier's distributions and choices: [num_labels, draft_vocab_size], [num_labels].
+    if loss == "ce" and choices is not None:
+        chosen = choices
+    else:
+        target, log_sum, dot, best = kernels.softmax_(verifier)
+        chosen = best if choices is None else choices
+    choice = chosen[label_of_row]  # [num_rows]
     # 2. KL divergence: cross entropy less the verifier's own entropy.
     if loss == "kl_div":
-        target, entropy = kernels.softmax_with_entropy(verifier_logits)  # [num_labels, draft_vocab_size], [num_labels]
-        cross_entropy, best = kernels.soft_cross_entropy_(logits, target, label_of_row, with_grad)
-        return entropy[label_of_row] + cross_entropy, (at_choice >= best) & (choice >= 0)
-    best, probs = logits.amax(-1), torch.softmax(logits, -1)  # [num_rows], [num_rows, draft_vocab_size]
-    is_correct = (at_choice >= best) & (choice >= 0)
+        cross_entropy, best = kernels.soft_cross_entropy_(z, target, label_of_row, with_grad)
+        losses, grad = (dot - log_sum)[label_of_row] + cross_entropy, z
     # 3. Cross entropy with the choice. One outside the draft vocabulary has no logit to raise: its row teaches nothing.
-    if loss == "ce":
-        inside = (choice >= 0).to(logits.dtype)
-        losses = (kernels.log_sum_exp(best, probs) - at_choice) * inside
+    elif loss == "ce":
+        place, inside = choice.clamp(min=0)[:, None], (choice >= 0).to(exact)
+        at_choice = z.gather(1, place)[:, 0]  # before the logits are overwritten
+        grad, log_sum, _, best = kernels.softmax_(z)
+        losses = (log_sum - at_choice) * inside
         if with_grad:
-            logit_grad = probs.scatter_add_(1, choice.clamp(min=0)[:, None], -inside[:, None])
-            torch.mul(logit_grad, inside[:, None], out=logits)
-        return losses, is_correct
+            grad.scatter_add_(1, place, -inside[:, None]).mul_(inside[:, None])
     # 4. Total variation: d(1 - sum min(q, p)) / dz = -q * (1[q <= p] - sum of q where q <= p)
-    target = torch.softmax(verifier_logits, -1)
-    wanted = target if target.shape[0] == 1 else target[label_of_row]
-    losses = 1 - torch.minimum(probs, wanted).sum(-1)
+    else:
+        grad, _, _, best = kernels.softmax_(z)
+        wanted = target if target.shape[0] == 1 else target[label_of_row]
+        losses = 1 - torch.minimum(grad, wanted).sum(-1)
+        if with_grad:
+            below = (grad <= wanted).to(exact)
+            grad.mul_(torch.linalg.vecdot(grad, below)[:, None] - below)
     if with_grad:
-        below = (probs <= wanted).to(probs.dtype)
-        torch.mul(probs, torch.linalg.vecdot(probs, below)[:, None] - below, out=logits)
-    return losses, is_correct
+        logits.copy_(grad)
+    return losses, best == choice
 
 
 def verifier_choices(full_head: VerifierHead, normed: Tensor, draft_ids: Tensor, chunk_rows: int) -> Tensor:

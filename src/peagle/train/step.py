@@ -28,7 +28,7 @@ from peagle.kernels.cpu import Tile
 from peagle.layout.cod import CodLayout
 from peagle.train.attention import HEADS, AttentionName, BasePass, MaskSlots, base_attention, rollout_attention
 from peagle.train.eagle3 import chain_rollout
-from peagle.train.loss import LossName, Targets, head_loss
+from peagle.train.loss import LossName, Targets, head_loss, plan_labels
 from peagle.verifier.weights import VerifierHead
 
 # Queries of one attention call: a call's slots see one another's keys only inside their chains, so fewer of them waste
@@ -204,11 +204,13 @@ def _step(
         row_weight = row_weight * row_weight.new_tensor(settings.depth_weights)[row_depth]
 
         # 5. Loss, and its gradient by the states that the head reads.
+        plan = plan_labels(label_rows[order].cpu(), settings.chunk_rows, weight.shape[0])
+        plan = replace(plan, labels=plan.labels.to(order.device), label_of_row=plan.label_of_row.to(order.device))
         with torch.no_grad():
             rows = head_loss(
                 states=read[order],
                 weight=weight,
-                label_rows=label_rows[order],
+                plan=plan,
                 row_weight=row_weight[order],
                 targets=targets,
                 loss=settings.loss,
