@@ -52,8 +52,8 @@ class FakeSource:
 
     max_tokens = 10_000
 
-    def __init__(self, verifier_config, answer):
-        self.verifier_config, self.answer = verifier_config, answer
+    def __init__(self, model, answer):
+        self.model, self.answer = model, answer
         self.asked, self.closed = [], False
 
     def states(self, rows, wanted):
@@ -63,14 +63,12 @@ class FakeSource:
                 yield self.answer(self.sound(row), len(self.asked))
 
     def sound(self, row):
-        generator = torch.Generator().manual_seed(len(row.input_ids))
-        size = (len(row.input_ids), self.verifier_config.hidden_size)
-        aux = torch.randn(size[0], 3 * size[1], generator=generator)
+        ((aux, last),) = self.model.states([row.input_ids], (2, 4, 5))
         return RowStates(
             row_id=row.row_id,
             input_ids=row.input_ids,
             aux_states=aux,
-            last_states=torch.randn(*size, generator=generator),
+            last_states=last,
             choice_pos=[],
             choice_ids=[],
         )
@@ -79,10 +77,15 @@ class FakeSource:
         self.closed = True
 
 
+@pytest.fixture(scope="module")
+def model(verifier):
+    return TransformersVerifier(load_verifier_config(str(verifier), False), "float32", "cpu")
+
+
 @pytest.fixture
-def use_source(monkeypatch, verifier):
+def use_source(monkeypatch, model):
     def use(answer):
-        source = FakeSource(load_verifier_config(str(verifier), False), answer)
+        source = FakeSource(model, answer)
         monkeypatch.setattr(extract_module, "open_source", lambda **arguments: source)
         return source
 

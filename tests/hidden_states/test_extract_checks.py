@@ -5,7 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from peagle.hidden_states.extract import choice_fault, fault, to_stored
+from peagle.hidden_states.extract import to_stored
+from peagle.hidden_states.proof import choice_fault
+from peagle.hidden_states.proof import row_fault as fault
 from peagle.hidden_states.store import StoreSpec
 from peagle.verifier.source import RowStates
 from peagle.verifier.weights import VerifierHead
@@ -88,10 +90,10 @@ def head_and_choices():
 
 def test_the_verifiers_own_choices_pass_and_another_choice_is_named():
     head, found = head_and_choices()
-    assert choice_fault(found, head, torch.float32) is None
+    assert choice_fault(found, head, torch.float32, None) is None
     wrong = [*found.choice_ids]
     wrong[2] = (wrong[2] + 1) % 40
-    message = choice_fault(dataclasses.replace(found, choice_ids=wrong), head, torch.float32)
+    message = choice_fault(dataclasses.replace(found, choice_ids=wrong), head, torch.float32, None)
     assert f"after position {found.choice_pos[2]}" in message
 
 
@@ -100,11 +102,11 @@ def test_H16_states_that_were_normed_already_fail_the_check():
     strong = dataclasses.replace(head, norm_weight=torch.tensor([9.0, 0.1, 5.0, 0.1, 7.0, 0.1, 3.0, 0.1]))
     ids = strong.logits(strong.normed(found.last_states[found.choice_pos])).argmax(-1).tolist()
     found = dataclasses.replace(found, choice_ids=ids)
-    assert choice_fault(found, strong, torch.float32) is None
+    assert choice_fault(found, strong, torch.float32, None) is None
     twice = dataclasses.replace(found, last_states=strong.normed(found.last_states))
-    assert choice_fault(twice, strong, torch.float32) is not None
+    assert choice_fault(twice, strong, torch.float32, None) is not None
     shifted = dataclasses.replace(found, last_states=found.last_states.roll(1, 0))
-    assert choice_fault(shifted, strong, torch.float32) is not None
+    assert choice_fault(shifted, strong, torch.float32, None) is not None
 
 
 def test_a_near_tie_within_the_dtypes_rounding_is_no_fault():
@@ -118,8 +120,8 @@ def test_a_near_tie_within_the_dtypes_rounding_is_no_fault():
     last = torch.zeros(10, 2)
     last[:] = torch.tensor([1.0, 1.0])
     tie = states(last_states=last, choice_pos=[4], choice_ids=[0])
-    assert choice_fault(tie, head, torch.float32) is None
-    assert choice_fault(dataclasses.replace(tie, choice_ids=[2]), head, torch.float32) is not None
+    assert choice_fault(tie, head, torch.float32, None) is None
+    assert choice_fault(dataclasses.replace(tie, choice_ids=[2]), head, torch.float32, None) is not None
 
 
 def test_only_label_positions_keep_their_last_state():

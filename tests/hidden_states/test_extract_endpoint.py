@@ -115,7 +115,10 @@ def test_H16_last_states_with_the_norm_applied_already_are_refused(
 
     server.write = normed
     assert extract(prepared, tmp_path / "out", *served(server, "--validate-outputs")) == 2
-    assert "wrong norm, head or layer" in capsys.readouterr().err
+    error = (
+        capsys.readouterr().err
+    )  # of whichever row came first: its only choice known may be the same after two norms
+    assert "wrong norm, head or layer" in error or "states of layer 8 are not what the verifier gives here" in error
 
 
 def test_H06_states_that_are_not_finite_are_refused_by_name_or_counted(

@@ -11,6 +11,7 @@ import torch
 
 from peagle.data.records import TokenRow
 from peagle.errors import EndpointError, StoreError
+from peagle.hidden_states.proof import StateProof
 from peagle.hidden_states.store import StoreReader, StoreSpec
 from peagle.layout.supervision import Extent
 from peagle.train.batches import trim
@@ -45,11 +46,13 @@ EXTENTS = {row_id: Extent(len(row.input_ids) - 1, len(row.input_ids) - 3) for ro
 
 def made(row: TokenRow) -> RowStates:
     ids = torch.tensor(row.input_ids, dtype=torch.float32)[:, None]
+    number = int(row.row_id[1:])  # in every state: no two rows have the same ones
+    aux_states = ids + number / 64 + torch.arange(1, 3 * HIDDEN + 1)
     return RowStates(
         row_id=row.row_id,
         input_ids=row.input_ids,
-        aux_states=ids.expand(-1, 3 * HIDDEN),
-        last_states=ids.expand(-1, HIDDEN),
+        aux_states=aux_states,
+        last_states=3 * aux_states[:, :HIDDEN],
         choice_pos=[],
         choice_ids=[],
     )
@@ -94,8 +97,9 @@ class Verifier:
 
 
 def maker(verifier: Verifier, skips: bool = False, store: RunStore | None = None) -> StateMaker:
+    proof = StateProof(spec=SPEC, head=None, again=None, is_quantised=False, checks_all=False)
     return StateMaker(
-        fetch=verifier, row_of=ROWS.__getitem__, spec=SPEC, head=None, num_threads=4, skips=skips, store=store
+        fetch=verifier, row_of=ROWS.__getitem__, spec=SPEC, proof=proof, num_threads=4, skips=skips, store=store
     )
 
 

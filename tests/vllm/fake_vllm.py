@@ -188,10 +188,15 @@ class FakeServer:
             return
         self.save(name, ids, states_of(ids, len(self.layer_ids)))
 
-    def save(self, name: str, ids: list[int], states: torch.Tensor) -> None:
+    def metadata(self) -> dict[str, str]:
+        """What a file says of itself."""
+        return {"layer_ids": json.dumps(self.layer_ids), "axes": "tokens layers hidden"}
+
+    def save(self, name: str, ids: list[int], states: torch.Tensor, **metadata: str) -> None:
         """Write any file, aside and renamed, after `write_delay_s`."""
         temporary = self.folder / f".{name}.tmp"
-        save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, temporary)
+        tensors = {"hidden_states": states, "token_ids": torch.tensor(ids)}
+        save_file(tensors, temporary, self.metadata() | metadata)
         if self.write_delay_s:
             time.sleep(self.write_delay_s)
         temporary.rename(self.folder / f"{name}.safetensors")

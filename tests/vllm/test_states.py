@@ -155,7 +155,8 @@ def test_H04_a_reader_never_sees_a_part_of_a_file(server: FakeServer) -> None:
 
     def late(fake: FakeServer, name: str, ids: list[int]) -> None:
         aside = fake.folder / f".{name}.tmp"
-        content = safetensors.torch.save({"hidden_states": states_of(ids, 4), "token_ids": torch.tensor(ids)})
+        tensors = {"hidden_states": states_of(ids, 4), "token_ids": torch.tensor(ids)}
+        content = safetensors.torch.save(tensors, fake.metadata())
         aside.write_bytes(content[: len(content) // 2])
 
         def finish() -> None:

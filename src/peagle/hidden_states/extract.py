@@ -6,6 +6,7 @@ wanted, and yields a row's states, or its refusal, whenever it has them. Here ea
 counted.
 """
 
+import functools
 import logging
 import time
 from collections import Counter
@@ -16,25 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from peagle import log
 from peagle.data.prepared import Prepared, load_prepared
 from peagle.data.records import TokenRow
 from peagle.data.tokenizer import load_tokenizer, tokenizer_sha256
 from peagle.errors import DataError, DiskError, StoreError, VerifierError
-from peagle.files import free_bytes
+from peagle.files import available_memory, free_bytes
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.config import ExtractConfig
+from peagle.hidden_states.proof import Recompute, StateProof
 from peagle.hidden_states.store import RowEntry, StoreSpec
 from peagle.hidden_states.writer import StoreWriter
+from peagle.verifier.local import NotCausalError, TransformersSource, TransformersVerifier
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
-from peagle.verifier.source import RowRefused, RowStates, StateSource, first_difference
-from peagle.verifier.weights import VerifierHead, load_head
+from peagle.verifier.source import RowRefused, RowStates, StateSource
+from peagle.verifier.weights import TensorFiles, VerifierHead, load_head
 
 logger = logging.getLogger(__name__)
 _NAMED = 5  # rows named in the log per reason; all are in the manifest
 _CHECKED_TOKENS = 64  # of one row, on which the head is proved
-_CHUNK = 256  # label positions whose logits over the whole vocabulary are held at once
 _SPARE_BYTES = 64 << 20  # left free on the disk
 
 
@@ -132,6 +135,7 @@ def _fill(
         logger.warning("%s: its head cannot be read here, so outputs are not checked against it", verifier.name_or_path)
     source = open_source(config=config, spec=spec, verifier=verifier, head=head, sample=rows[0], rank=0)
     try:
+        proof = open_proof(config, spec, verifier, head, source)
         by_id: dict[str, int] = {}
         total = 0
         for index, row in enumerate(rows):
@@ -154,9 +158,7 @@ def _fill(
                 if isinstance(answer, RowRefused):
                     outcome.drop(row.row_id, answer.reason, answer.detail)
                     continue
-                wrong = fault(answer, row, spec)
-                if wrong is None and head is not None:
-                    wrong = choice_fault(answer, head, spec.torch_dtype)
+                wrong = proof.fault(answer, row)
                 if wrong is None:
                     writer.add(to_stored(answer, row, spec.torch_dtype))
                     outcome.stored += 1
@@ -169,6 +171,7 @@ def _fill(
                     )
         if by_id:
             raise StoreError(f"no states came for {len(by_id)} rows (first: {next(iter(by_id))}); run it again")
+        logger.info("%s", proof.summary())
     finally:
         source.close()
     return outcome
@@ -227,48 +230,6 @@ def _missing(entries: Sequence[RowEntry], writer: StoreWriter) -> set[str]:
 
 def _reasons(outcome: ExtractOutcome) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in outcome.reasons.most_common()) or "nothing came"
-
-
-def fault(answer: RowStates, row: TokenRow, spec: StoreSpec) -> str | None:
-    """Compare a source's answer with the row it is for: None, or what is wrong with its ids, shapes or numbers."""
-    if answer.input_ids != row.input_ids:
-        return f"the verifier read other token ids, first at index {first_difference(answer.input_ids, row.input_ids)}"
-    for name, states, num_layers in (
-        ("aux_states", answer.aux_states, len(spec.aux_layer_ids)),
-        ("last_states", answer.last_states, 1),
-    ):
-        expected = [len(row.input_ids), num_layers * spec.hidden_size]
-        if list(states.shape) != expected:
-            return f"{name} have shape {list(states.shape)}, expected {expected}"
-        if not torch.isfinite(states.to(spec.torch_dtype)).all():
-            position = int((~torch.isfinite(states.to(spec.torch_dtype))).any(-1).nonzero()[0])
-            return f"{name} hold NaN or infinity, first at position {position}"
-    return None
-
-
-def choice_fault(answer: RowStates, head: VerifierHead, dtype: torch.dtype) -> str | None:
-    """Check that head(norm(last_states)) reproduces the verifier's own next-token choice, computed in `dtype`.
-
-    Returns:
-        None, or the first position at which another token clearly wins. A tie within the rounding of `dtype` is none:
-        the tolerance is four units in the last place of the largest logit, and 1e-3 of it in float32.
-    """
-    slack = 1e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    for start in range(0, len(answer.choice_pos), _CHUNK):
-        positions = answer.choice_pos[start : start + _CHUNK]
-        ids = torch.tensor(answer.choice_ids[start : start + _CHUNK], device=head.weight.device)
-        states = answer.last_states[positions].to(head.weight.device)
-        logits = head.logits(head.normed(states)).float()
-        best, best_ids = logits.max(-1)
-        gap = best - logits.gather(-1, ids[:, None])[:, 0]
-        wrong = (gap > slack * logits.abs().amax(-1)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            return (
-                f"head(norm(last_states)) chooses token {int(best_ids[at])} after position {positions[at]}, the "
-                f"verifier itself {int(ids[at])} (logits differ by {float(gap[at]):.3g}): wrong norm, head or layer"
-            )
-    return None
 
 
 def to_stored(answer: RowStates, row: TokenRow, dtype: torch.dtype) -> StoredRow:
@@ -343,9 +304,63 @@ def open_source(
             check_all_positions=config.validate_outputs,
             vllm_arguments=config.extra_args,
         )
-    from peagle.verifier.local import TransformersSource, TransformersVerifier
-
     model = TransformersVerifier(verifier, spec.dtype, config.device)
     if head is not None:
         model.check_head(head, sample.input_ids[:_CHECKED_TOKENS])
-    return TransformersSource(model, spec.aux_layer_ids, config.batch_size, config.validate_outputs)
+    return TransformersSource(model, spec.aux_layer_ids, config.batch_size, head if config.validate_outputs else None)
+
+
+def open_proof(
+    config: ExtractConfig, spec: StoreSpec, verifier: VerifierConfig, head: VerifierHead | None, source: StateSource
+) -> StateProof:
+    """What judges the rows of a job's source: with states computed again by the model in this process, by the weights
+    that are here, or by another of several servers."""
+    from peagle.vllm.states import EndpointSource
+
+    again: Recompute | None
+    if isinstance(source, TransformersSource):
+        again = source.states_again
+    elif spec.verifier_fingerprint:
+        again = _weights_here(spec, verifier, head)
+    else:
+        again = source.second_opinion if isinstance(source, EndpointSource) else None
+    if again is None:
+        logger.warning(
+            "%s: neither its weights here nor a second server: that states are of layers %s rests on the server's word",
+            verifier.name_or_path, list(spec.aux_layer_ids),
+        )  # fmt: skip
+    return StateProof(
+        spec=spec,
+        head=head,
+        again=again,
+        is_quantised=verifier.quantization is not None,
+        checks_all=config.validate_outputs,
+    )
+
+
+def _weights_here(spec: StoreSpec, verifier: VerifierConfig, head: VerifierHead | None) -> Recompute:
+    """Compute rows again on this machine's CPU, with a model that is loaded at the first of them."""
+
+    @functools.cache
+    def model() -> TransformersVerifier | None:
+        paths = TensorFiles.open(verifier.name_or_path).paths
+        needed, free = sum(path.stat().st_size for path in paths), available_memory()
+        try:
+            if free is not None and needed > free:
+                raise VerifierError(f"its weights take {log.size(needed)}, {log.size(int(free))} of memory are free")
+            return TransformersVerifier(verifier, spec.dtype, "cpu")
+        except NotCausalError:
+            raise
+        except VerifierError as error:
+            logger.warning("states are not computed again here: %s", error)
+            return None
+
+    def again(ids: list[int], origin: str) -> dict[int, Tensor] | None:
+        own = model()
+        if own is None:
+            return None
+        if head is not None:
+            own.check_head(head, ids[:_CHECKED_TOKENS])
+        return own.layer_states(ids)
+
+    return again

@@ -6,7 +6,6 @@ go wrong later goes wrong here.
 
 import json
 import logging
-import os
 import platform
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from rich.table import Table
 from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter.model_config import ROPE_TYPES
 from peagle.errors import PeagleError
-from peagle.files import free_bytes
+from peagle.files import available_memory, free_bytes
 from peagle.hidden_states.config import ExtractConfig
 from peagle.pipeline.config import DoctorConfig
 from peagle.pipeline.plan import (
@@ -170,25 +169,6 @@ def _device() -> str:
         alone = " on one thread (no OpenMP in this PyTorch)" if kernels.num_native_threads() < threads else ""
         about += f", native attention{alone}"
     return f"CPU, {about}; fine for small verifiers, an 8B one wants a GPU"
-
-
-def available_memory() -> float | None:
-    """Bytes of host memory that are free: of the machine or, if less, of the control group; None if unknown."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found.append(next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
-    except (OSError, StopIteration, ValueError):
-        if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-            found.append(float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE"))
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
-        if limit != "max":
-            found.append(float(limit) - float(used))
-    except (OSError, ValueError):
-        pass
-    return min(found) if found else None
 
 
 def model(config: DoctorConfig, verifier: VerifierConfig) -> Iterator[Finding]:

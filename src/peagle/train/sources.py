@@ -20,7 +20,8 @@ from peagle.data.records import TokenRow
 from peagle.errors import ConfigError, StoreError
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.config import ExtractConfig
-from peagle.hidden_states.extract import choice_fault, fault, open_source, proving_head, to_stored
+from peagle.hidden_states.extract import open_proof, open_source, proving_head, to_stored
+from peagle.hidden_states.proof import StateProof
 from peagle.hidden_states.store import StoreReader, StoreSpec, index_paths, read_index, read_spec
 from peagle.hidden_states.writer import StoreWriter
 from peagle.layout.supervision import Extent, extent
@@ -29,7 +30,6 @@ from peagle.train.config import TrainConfig
 from peagle.train.parallel import World
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.source import RowRefused, RowStates, StateSource
-from peagle.verifier.weights import VerifierHead
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +166,7 @@ def open_rows(
     )
     # 3. The store that is read first, and in a hybrid run filled.
     try:
+        proof = open_proof(request, spec, verifier, head, source)
         fills = config.hidden_states == "hybrid"
         store = None if config.hidden_states == "online" else RunStore(folder, spec, fills=fills)
     except BaseException:
@@ -175,7 +176,7 @@ def open_rows(
         fetch=_fetcher(source),
         row_of=row_of,
         spec=spec,
-        head=head,
+        proof=proof,
         num_threads=config.concurrency,
         skips=config.on_missing == "skip",
         store=store,
@@ -183,6 +184,7 @@ def open_rows(
     window = _PACKS_AHEAD * config.total_seq_len
 
     def close() -> None:
+        logger.info("%s", proof.summary())
         source.close()
         maker.close()
         if store is not None:
@@ -254,7 +256,7 @@ class StateMaker:
         fetch: states of one row, or its refusal; called from several threads at once. Raises if the verifier is gone.
         row_of: a row's tokens.
         spec: what states must be like.
-        head: the verifier's, to prove the first row's states; None to trust them.
+        proof: judges every row that is made.
         num_threads: requests under way at once.
         skips: whether a refused row is passed over; else it stops the run.
         store: read first, and given what is made; None stores nothing.
@@ -266,16 +268,15 @@ class StateMaker:
         fetch: Callable[[TokenRow], RowStates | RowRefused],
         row_of: Callable[[str], TokenRow],
         spec: StoreSpec,
-        head: VerifierHead | None,
+        proof: StateProof,
         num_threads: int,
         skips: bool,
         store: RunStore | None,
     ) -> None:
-        self._fetch, self._row_of, self._spec, self._head = fetch, row_of, spec, head
+        self._fetch, self._row_of, self._spec, self._proof = fetch, row_of, spec, proof
         self._skips, self._store = skips, store
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="peagle-states")
         self._lock = threading.Lock()
-        self._is_proved = False
         self.refused: dict[str, str] = {}
         """Row id -> why."""
 
@@ -292,15 +293,11 @@ class StateMaker:
         if self._store is not None and row_id in self._store:
             return self._store.read(row_id)
         row, dtype = self._row_of(row_id), self._spec.torch_dtype
-        with self._lock:
-            is_first, self._is_proved = not self._is_proved, True
         states = self._fetch(row)
         if isinstance(states, RowRefused):
             return self._pass_over(row, f"{states.reason} ({states.detail})" if states.detail else states.reason)
-        if (wrong := fault(states, row, self._spec)) is not None:
+        if (wrong := self._proof.fault(states, row)) is not None:
             return self._pass_over(row, wrong)
-        if is_first and self._head is not None and (wrong := choice_fault(states, self._head, dtype)) is not None:
-            raise StoreError(f"row {row.row_id}: {wrong}")
         stored = to_stored(states, row, dtype)
         if self._store is not None:
             self._store.add(stored)

@@ -26,6 +26,11 @@ class RowStates:
     """Positions p at which the verifier's own choice of x_{p+1} is known, for `--validate-outputs`; may be empty."""
     choice_ids: list[int]
     """That choice (the argmax of the verifier's own logits), as many as `choice_pos`."""
+    fault: str | None = None
+    """What the source itself found wrong with them."""
+    origin: str = ""
+    """Which verifier made them, of several: a server's address and how often it was lost; "" for one in this
+    process."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class ServerAnswer:
 
     body: dict[str, Any]
     url: str
+    origin: str
+    """The endpoint, and which of its lives: a server that was lost and came back may be another."""
 
 
 class RowRefusedError(EndpointError):
@@ -80,7 +82,12 @@ class Endpoint:
         self._servers = servers
         self.served_name = ""
         """The model's name in requests; set by `model`."""
-        self.in_flight = 0
+        self.in_flight = self.num_losses = 0
+
+    @property
+    def origin(self) -> str:
+        """Address and life of the server."""
+        return f"{self.root_url} ({self.num_losses} restarts)"
 
     def close(self) -> None:
         """Drop all connections; requests under way end with an error."""
@@ -219,9 +226,8 @@ class EndpointPool:
         while True:
             endpoint = self._take()
             try:
-                return ServerAnswer(
-                    endpoint.post_once(path, {"model": endpoint.served_name, **payload}), endpoint.root_url
-                )
+                body = endpoint.post_once(path, {"model": endpoint.served_name, **payload})
+                return ServerAnswer(body, endpoint.root_url, endpoint.origin)
             except _PassingError as passing:
                 tries += 1
                 if tries > self._servers.max_retries:
@@ -280,6 +286,7 @@ class EndpointPool:
         with self._lock:
             if endpoint not in self._gone:
                 self._gone[endpoint] = time.monotonic()
+                endpoint.num_losses += 1
                 logger.warning(
                     "%s: connection lost (%s); waiting up to %g s for it to come back",
                     endpoint.root_url, type(error).__name__, self._servers.restart_wait_s,

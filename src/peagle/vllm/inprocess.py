@@ -106,7 +106,9 @@ class InProcessSource:
         order = [connector["layer_ids"].index(i) for i in self._layers]
         ranks = [{token: value.rank for token, value in (of or {}).items()} for of in output.prompt_logprobs or []]
         generated = output.outputs[0].token_ids if output.outputs else ()
-        return row_states(row, served, order, ranks, generated)
+        if (wrong := served.fault(connector)) is not None:
+            return RowRefused(row.row_id, "vLLM's file is not what it says", wrong)
+        return row_states(row, served, order, ranks, generated, "")
 
 
 def _start_engine(

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import logging
 import os
 import time
@@ -19,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peagle.config import ServerSettings
@@ -43,6 +43,8 @@ GREEDY: dict[str, float] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+AXES = "tokens layers hidden"
+"""Of the states in a file, as its metadata must say."""
 _OTHER_COUNT = "states and ids differ in number"
 _PROBE_IDS = [0, 1, 0]
 _PROBE_WAIT_S, _FILE_WAIT_S, _LEFTOVER_WAIT_S = 15.0, 60.0, 2.0
@@ -119,6 +121,25 @@ class EndpointSource:
         self._watch(result)
         return result
 
+    def second_opinion(self, ids: list[int], origin: str) -> dict[int, Tensor] | None:
+        """The wanted layers' states of some tokens from another server than `origin`; None if there is no other."""
+        others = [endpoint for endpoint in self._pool.endpoints if not origin.startswith(endpoint.root_url + " ")]
+        if not others:
+            return None
+        row = TokenRow(
+            row_id="second opinion",
+            source="",
+            input_ids=ids,
+            loss_mask=[0] * len(ids),
+            next_is_supervised=False,
+            tail_length=0,
+        )
+        answer = self._row(row, False, EndpointPool(others, self._servers))
+        if isinstance(answer, RowRefused):
+            raise EndpointError(f"{others[0].root_url}: {answer.reason}: {answer.detail}")
+        states = [*answer.aux_states.split(self._verifier.hidden_size, dim=-1), answer.last_states]
+        return dict(zip(self._wanted_layers, states))
+
     def close(self) -> None:
         """Drop connections, remove this store's files."""
         self._pool.close()
@@ -165,8 +186,8 @@ class EndpointSource:
             )
         endpoint.require_model(self._verifier.name_or_path, served, str(connector.get("model", "")))
 
-    def _row(self, row: TokenRow, is_checked: bool) -> RowStates | RowRefused:
-        """Ask for one row until it is right, within bounds."""
+    def _row(self, row: TokenRow, is_checked: bool, pool: EndpointPool | None = None) -> RowStates | RowRefused:
+        """Ask for one row (in `pool`, or any server) until it is right, within bounds."""
         trouble: EndpointError | RowRefused | None = None
         for attempt in range(self._servers.max_retries + 1):
             if trouble is not None:
@@ -174,7 +195,7 @@ class EndpointSource:
             name = self._folder.new_name()
             # 1. the request
             try:
-                answer = self._pool.post("/v1/completions", states_request(row.input_ids, name, is_checked))
+                answer = (pool or self._pool).post("/v1/completions", states_request(row.input_ids, name, is_checked))
             except RowRefusedError as error:
                 return RowRefused(row.row_id, "refused by the server", str(error))
             connector = connector_answer(answer.body.get("kv_transfer_params"), answer.url)
@@ -192,7 +213,9 @@ class EndpointSource:
             choice = answer.body["choices"][0]
             ranks = [{i: v.get("rank") for i, v in (of or {}).items()} for of in choice.get("prompt_logprobs") or []]
             order = self._layer_order(connector, answer.url)
-            result = row_states(row, served, order, ranks, choice.get("token_ids") or ())
+            if (wrong := served.fault(connector)) is not None:
+                return RowRefused(row.row_id, "the server's file is not what it says", f"{answer.url}: {wrong}")
+            result = row_states(row, served, order, ranks, choice.get("token_ids") or (), answer.origin)
             if isinstance(result, RowStates) or result.reason != _OTHER_COUNT:
                 return result
             trouble = result
@@ -239,6 +262,26 @@ class ServedStates:
     hidden_states: Tensor
     """Ascending layer id, the server's dtype, [num_tokens, num_layers, hidden_size]."""
     token_ids: list[int]
+    metadata: dict[str, str]
+    """What the writer says of the file: see `plugin/`'s `StatesWriter`."""
+
+    def fault(self, connector: dict[str, Any]) -> str | None:
+        """Compare the file with its own metadata and with what the server says of all its files: None, or what differs."""
+        try:
+            layer_ids, axes = json.loads(self.metadata["layer_ids"]), self.metadata["axes"]
+        except (KeyError, ValueError):
+            return "the file does not say its layers and axes; start the server again with this version of peagle"
+        if layer_ids != connector["layer_ids"]:
+            return f"the file holds layers {layer_ids}, the server hands out {connector['layer_ids']}"
+        sizes = {"layers": len(layer_ids), "hidden": connector.get("hidden_size"), "tokens": len(self.token_ids)}
+        expected = [sizes.get(axis) for axis in AXES.split()]
+        shape = list(self.hidden_states.shape)
+        if axes != AXES or len(shape) != 3 or any(b is not None and a != b for a, b in zip(shape[1:], expected[1:])):
+            return f"the file holds {shape} as {axes}, expected is {expected} as {AXES}"
+        dtype, its = str(self.hidden_states.dtype).removeprefix("torch."), connector.get("dtype")
+        if its is not None and dtype != its:
+            return f"the file holds {dtype}, the server computes in {its}"
+        return None
 
 
 class StatesFolder:
@@ -269,8 +312,9 @@ class StatesFolder:
             EndpointError: the file is damaged.
         """
         try:
-            tensors = load_file(self._wait(name, timeout_s))
-            return ServedStates(tensors["hidden_states"], tensors["token_ids"].tolist())
+            with safe_open(self._wait(name, timeout_s), "pt") as file:
+                states, ids = file.get_tensor("hidden_states"), file.get_tensor("token_ids").tolist()
+                return ServedStates(states, ids, file.metadata() or {})
         except WriteFailedError as error:
             if is_disk_full(error):
                 raise DiskError(f"{self.path}: {error}; free some space and run again") from None
@@ -349,7 +393,12 @@ def connector_answer(answer: Any, where: str) -> dict[str, Any]:
 
 
 def row_states(
-    row: TokenRow, served: ServedStates, order: list[int], ranks: Sequence[Mapping[Any, Any]], generated: Sequence[int]
+    row: TokenRow,
+    served: ServedStates,
+    order: list[int],
+    ranks: Sequence[Mapping[Any, Any]],
+    generated: Sequence[int],
+    origin: str,
 ) -> RowStates | RowRefused:
     """A row's states, and the verifier's own choices as far as they are known, if what was served is this row's.
 
@@ -359,6 +408,7 @@ def row_states(
         order: places of the auxiliary layers, ascending layer id, then of the last layer.
         ranks: token -> rank for each position of the prompt, of the token there; empty where it was not asked for.
         generated: the completion's tokens.
+        origin: see `RowStates`.
     """
     sent, read, states = row.input_ids, served.token_ids, served.hidden_states
     if read != sent:
@@ -385,4 +435,5 @@ def row_states(
         last_states=states[:, order[-1]].clone(),
         choice_pos=list(choices),
         choice_ids=list(choices.values()),
+        origin=origin,
     )

@@ -25,7 +25,10 @@ class StatesWriter:
         os.makedirs(folder, exist_ok=True)
         sweep_temporary(folder)
         self._folder = folder
-        self._metadata = {"layer_ids": json.dumps(layer_ids)}
+        self._metadata = {
+            "layer_ids": json.dumps(layer_ids),
+            "axes": "tokens layers hidden",
+        }  # the reader compares both
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hidden-states")
         self.budget = ByteBudget(max_queued_bytes)
         """Of the rows held for the disk: acquire before `submit`, which gives its own back."""
