@@ -28,7 +28,8 @@ CHATML = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_VOCABULARY = 256 + len(SPECIAL)
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "gpt_oss", "granite")
-WRAPPERS = ("gemma3", "qwen2_5_vl", "mistral3")
+TEXT_FAMILIES += ("hyperclovax", "llama4_text")
+WRAPPERS = ("gemma3", "qwen2_5_vl", "mistral3", "llama4")
 
 
 def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
@@ -81,14 +82,18 @@ def tiny_config(family: str, **changes: Any) -> Any:
         values |= {"sliding_window": 32, "query_pre_attn_scalar": 16}
     if family == "gemma2":
         values |= {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 20.0}
-    if family == "granite":
+    if family in ("granite", "hyperclovax"):  # the same fields; one divides logits by its scale, the other multiplies
         values |= {
             "embedding_multiplier": 3.0,
-            "logits_scaling": 4.0,
+            "logits_scaling": 4.0 if family == "granite" else 0.25,
             "residual_multiplier": 0.5,
             "attention_multiplier": 0.25,
         }
+    if family == "granite":
         values.pop("head_dim")
+    if family.startswith("llama4"):
+        values |= {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
+        values |= {"attention_chunk_size": 32, "tie_word_embeddings": False}
     values |= changes
     if family not in WRAPPERS:
         return CONFIG_MAPPING[family](**values)
@@ -97,6 +102,11 @@ def tiny_config(family: str, **changes: Any) -> Any:
         values |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
         values.pop("head_dim")
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+        return CONFIG_MAPPING[family](text_config=values, vision_config=vision, tie_word_embeddings=tied)
+    if family == "llama4":
+        vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64}
+        vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
         return CONFIG_MAPPING[family](text_config=values, vision_config=vision, tie_word_embeddings=tied)
     vision = {
         "model_type": "siglip_vision_model" if family == "gemma3" else "pixtral",

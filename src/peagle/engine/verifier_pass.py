@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from peagle.engine.cache import KeyValues, Ruler, Span
 from peagle.errors import VerifierError
+from peagle.verifier.local import decoder_of
 
 _ATTENTION = "peagle_engine"
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -82,7 +83,7 @@ class VerifierPass:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Take the auxiliary states (none where none are wanted) and use our attention, until left."""
-        layers = self.model.get_decoder().layers if self.aux_layer_ids else ()
+        layers = decoder_of(self.model)[1] if self.aux_layer_ids else ()
         implementation = self._config._attn_implementation
         if implementation == "sdpa" and self._rolls_back:
             self._config._attn_implementation = _ATTENTION

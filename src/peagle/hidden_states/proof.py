@@ -40,8 +40,8 @@ _MOST_ZEROS = 0.1
 _ROWS_REMEMBERED = 4096
 
 Recompute = Callable[[list[int], str], Mapping[int, Tensor] | None]
-"""Token ids, and the origin of what came for them, to states by layer id, on the CPU, [num_tokens, hidden_size] each: of all layers, or at least those wanted.
-None if that turns out to be impossible here."""
+"""Token ids, and the origin of what came for them, to states by layer id, on the CPU, [num_tokens, hidden_size] each:
+of all layers, or at least those wanted. None if that turns out to be impossible here."""
 
 
 class StateProof:

@@ -59,8 +59,7 @@ class TransformersVerifier:
         self.dtype = resolve_dtype(config, dtype)
         self.model = _load_model(config, self.dtype, self.device)
         self._passes = threading.Lock()  # a hook of one thread's pass would also see another's
-        self.decoder = decoder_of(self.model, config)
-        self.layers = layer_list(self.decoder, config)
+        self.decoder, self.layers = decoder_of(self.model)
         self.lm_head = self.model.get_output_embeddings()
         if self.lm_head is None:
             raise VerifierError(f"{config.name_or_path}: {type(self.model).__name__} has no language-model head")
@@ -185,25 +184,16 @@ class TransformersVerifier:
             )
 
 
-def decoder_of(model: Any, config: VerifierConfig) -> Any:
-    """The part of a model that turns ids into the final norm's output: its `get_decoder()`, which in some families (the
-    Llama 4 wrapper) still is a model with a head."""
-    decoder = model.get_decoder()
-    while decoder.get_output_embeddings() is not None and (inner := decoder.get_decoder()) is not decoder:
-        decoder = inner
-    if decoder.get_output_embeddings() is not None:
-        raise VerifierError(f"{config.name_or_path}: {type(model).__name__} has no decoder below its head")
-    return decoder
-
-
-def layer_list(decoder: nn.Module, config: VerifierConfig) -> nn.ModuleList:
-    """A decoder's layers; a VerifierError if it has no list of as many as its configuration says."""
-    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
-    layers = next((one for one in lists if len(one) == config.num_layers), None)
-    if layers is None:
-        name = type(decoder).__name__
-        raise VerifierError(f"{config.name_or_path}: {name} has no list of {config.num_layers} layers")
-    return layers
+def decoder_of(model: Any) -> tuple[Any, nn.ModuleList]:
+    """What turns ids into the final norm's output, and its layers: a model's `get_decoder()`, or, where that still has the
+    head (Llama 4), the part of it that has the layers. A VerifierError if there is none."""
+    decoder, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    has_head = decoder.get_output_embeddings() is not None
+    for module in decoder.modules():
+        for part in module.children():
+            if isinstance(part, nn.ModuleList) and len(part) == count:
+                return (module if has_head else decoder), part
+    raise VerifierError(f"{model.name_or_path}: {type(decoder).__name__} has no list of {count} layers")
 
 
 def _copied(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

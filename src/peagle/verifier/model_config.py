@@ -18,6 +18,10 @@ _QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_te
 _NORM_ADDS_ONE = (*_GEMMA, *_QWEN)
 # Families that multiply embeddings by sqrt(hidden_size) without a field that says so.
 _SCALES_EMBEDDING = (*_GEMMA, "gemma3n_text", "gemma4", "gemma4_text")
+# How families scale logits: these fields multiply them; the next ones divide, but in the families named after them.
+_LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_LOGITS_SCALING_MULTIPLIES = ("hyperclovax",)
 # Names under which RMS-norm families write their epsilon; a config with only `layer_norm_eps` has another norm.
 _RMS_EPS_NAMES = ("rms_norm_eps", "norm_eps", "norm_epsilon")
 _RMS_WITH_LAYER_NORM_NAME = ("mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -109,7 +113,9 @@ def _of_config(config: Any, name_or_path: str, trust_remote_code: bool, tensor_n
     intermediate = read.maybe("intermediate_size") or read.maybe("ffn_hidden_size") or 4 * hidden_size
     tied = read.maybe("tie_word_embeddings") if config is text else getattr(config, "tie_word_embeddings", None)
     softcap = read.maybe("final_logit_softcapping")
-    divisor = read.first("logits_scaling", "logits_mup_width_multiplier", default=1.0)
+    multiplies = model_type in _LOGITS_SCALING_MULTIPLIES
+    divisor = float(1.0 if multiplies else read.first(*_LOGIT_DIVISORS, default=1.0))
+    factors = (*_LOGIT_FACTORS, *(_LOGIT_DIVISORS if multiplies else ()))
     return VerifierConfig(
         name_or_path=str(name_or_path),
         architectures=tuple(config.architectures or ()),
@@ -134,7 +140,7 @@ def _of_config(config: Any, name_or_path: str, trust_remote_code: bool, tensor_n
             if model_type in _SCALES_EMBEDDING
             else read.first("embedding_multiplier", "scale_emb", default=1.0)
         ),
-        logit_scale=float(read.first("logit_scale", "lm_head_multiplier", default=1.0 / float(divisor))),
+        logit_scale=float(read.first(*factors, default=1.0 / divisor)),
         logit_softcap=None if softcap is None else float(softcap),
         eos_token_ids=_eos_token_ids(config, text, name_or_path),
         hidden_act=str(read.maybe("hidden_act") or read.maybe("hidden_activation") or "silu"),

@@ -41,7 +41,7 @@ _PREFIXES = (
 )
 _LEAVES = {
     "embedding": ("embed_tokens", "wte", "embeddings", "embedding", "embed_in", "tok_embeddings", "word_embeddings"),
-    "norm": ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"),
+    "norm": ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm", "embedding_norm"),
     "head": ("lm_head", "embed_out", "output", "output_layer"),
 }
 _CLOSE = {"embedding": ("embed", "wte"), "norm": ("norm", "ln_f"), "head": ("head", "output", "embed")}

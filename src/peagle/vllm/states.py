@@ -266,7 +266,8 @@ class ServedStates:
     """What the writer says of the file: see `plugin/`'s `StatesWriter`."""
 
     def fault(self, connector: dict[str, Any]) -> str | None:
-        """Compare the file with its own metadata and with what the server says of all its files: None, or what differs."""
+        """Compare the file with its own metadata and with what the server says of all its files: None, or what
+        differs."""
         try:
             layer_ids, axes = json.loads(self.metadata["layer_ids"]), self.metadata["axes"]
         except (KeyError, ValueError):
