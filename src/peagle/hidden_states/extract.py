@@ -33,7 +33,7 @@ from peagle.hidden_states.writer import StoreWriter
 from peagle.verifier.local import NotCausalError, TransformersSource, TransformersVerifier
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 from peagle.verifier.source import RowRefused, RowStates, StateSource
-from peagle.verifier.weights import TensorFiles, VerifierHead, load_head
+from peagle.verifier.weights import TensorFiles, VerifierHead, load_head, weights_are_here
 
 logger = logging.getLogger(__name__)
 _NAMED = 5  # rows named in the log per reason; all are in the manifest
@@ -320,7 +320,7 @@ def open_proof(
     again: Recompute | None
     if isinstance(source, TransformersSource):
         again = source.states_again
-    elif spec.verifier_fingerprint:
+    elif weights_are_here(verifier):
         again = _weights_here(spec, verifier, head)
     else:
         again = source.second_opinion if isinstance(source, EndpointSource) else None

@@ -275,8 +275,8 @@ def layer_fault(states: Tensor, layer_ids: Sequence[int], own: Mapping[int, Tens
             continue
         if medians[nearest] <= tolerance and nearest != layer_id:
             return (
-                f"what came as layer {layer_id} is the verifier's layer {nearest} (error {medians[nearest]:.2g}, against "
-                f"{error:.2g} for layer {layer_id}): the layers asked for were not extracted"
+                f"what came as layer {layer_id} is the verifier's layer {nearest} (error {medians[nearest]:.2g}; of "
+                f"{layer_id}: {error:.2g}): the layers asked for were not extracted"
             )
         late = len(mine) > 1 and float(_errors(mine[1:], own[layer_id][:-1].float()).median()) <= tolerance
         why = "they are late by one token" if late else f"off by {error:.2g} of their size, allowed is {tolerance:g}"

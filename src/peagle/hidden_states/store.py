@@ -27,7 +27,7 @@ from peagle.files import sha256_file, write_json
 from peagle.hidden_states.batch import StoredRow
 from peagle.layout.supervision import label_positions
 from peagle.verifier.model_config import VerifierConfig, resolve_aux_layer_ids
-from peagle.verifier.weights import fingerprint
+from peagle.verifier.weights import fingerprint, same_weights
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class StoreSpec:
     verifier: str
     """Folder or hub id."""
     verifier_fingerprint: str
-    """`verifier.weights.fingerprint`, or "" where the weights are not on this machine."""
+    """`verifier.weights.fingerprint`, or "" where no weights are on this machine."""
     model_type: str
     num_layers: int
     hidden_size: int
@@ -81,7 +81,7 @@ class StoreSpec:
             VerifierError: layer ids that it does not have, or no weights.
         """
         try:
-            weights = fingerprint(verifier)
+            weights = fingerprint(verifier, fetches=not is_served)
         except VerifierError:
             if not is_served:
                 raise
@@ -142,7 +142,8 @@ class StoreSpec:
             ("tokenizer_sha256", "tokenizer"),
         ):
             mine, wanted = getattr(self, name), getattr(other, name)
-            if mine != wanted and "" not in (mine, wanted):
+            is_same = same_weights(mine, wanted) if name == "verifier_fingerprint" else mine == wanted
+            if not is_same and "" not in (mine, wanted):
                 detail = f"{_shown(mine)}, now {_shown(wanted)}"
                 if self.verifier != other.verifier:
                     detail += f" ({self.verifier}, now {other.verifier})"

@@ -31,7 +31,7 @@ from peagle.train.plan import pretrained_config
 from peagle.train.sources import plan_states
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config, resolve_aux_layer_ids
 from peagle.verifier.special_tokens import resolve_mask_token
-from peagle.verifier.weights import fingerprint
+from peagle.verifier.weights import fingerprint, same_weights
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def _same_verifier(config: TrainConfig, verifier: VerifierConfig, prepared: Prep
                 f"{where}: the store was made by {spec.verifier} ({name} {getattr(spec, name)}), "
                 f"{verifier.name_or_path} has {getattr(verifier, name)}; extract again with this verifier"
             )
-    if spec.verifier_fingerprint and fingerprint(verifier) != spec.verifier_fingerprint:
+    if not same_weights(spec.verifier_fingerprint, fingerprint(verifier, fetches=False)):
         raise StoreError(
             f"{where}: the store was made by other weights ({spec.verifier}) than those of {verifier.name_or_path}; "
             "extract again with this verifier"

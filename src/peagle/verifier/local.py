@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from peagle.data.records import TokenRow
 from peagle.errors import VerifierError, one_line
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowStates
-from peagle.verifier.weights import VerifierHead, gguf_file
+from peagle.verifier.weights import TensorFiles, VerifierHead, gguf_file
 
 MAX_BATCH_TOKENS = 1 << 16
 """Padded tokens of one batch: bounds memory when rows are long, whatever the batch size."""
@@ -157,9 +158,10 @@ class TransformersVerifier:
         alone, within = alone.float(), within[:12].float()
         error = float(((alone - within).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-12)).median())
         if error > _CAUSAL_TOLERANCE[self.dtype]:
+            name = self.verifier_config.name_or_path
             raise NotCausalError(
-                f"{self.verifier_config.name_or_path}: {type(self.model).__name__} is not causal: with more tokens behind "
-                f"them the same tokens have other states (by {error:.0%}), so no drafter can be trained on it"
+                f"{name}: {type(self.model).__name__} is not causal: with more tokens behind them the same tokens have "
+                f"other states (by {error:.0%}), so no drafter can be trained on it"
             )
 
     @torch.no_grad()
@@ -185,8 +187,8 @@ class TransformersVerifier:
 
 
 def decoder_of(model: Any) -> tuple[Any, nn.ModuleList]:
-    """What turns ids into the final norm's output, and its layers: a model's `get_decoder()`, or, where that still has the
-    head (Llama 4), the part of it that has the layers. A VerifierError if there is none."""
+    """What turns ids into the final norm's output, and its layers: a model's `get_decoder()`, or, where that still has
+    the head (Llama 4), the part of it that has the layers. A VerifierError if there is none."""
     decoder, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
     has_head = decoder.get_output_embeddings() is not None
     for module in decoder.modules():
@@ -219,10 +221,8 @@ def _head_fault(errors: tuple[Tensor, Tensor], positions: list[int], dtype: torc
         wrong = (~(found <= _HEAD_TOLERANCE[dtype])).nonzero()
         if len(wrong):
             at = int(wrong[0])
-            return (
-                f"{what} differs from the verifier's own by {float(found[at]):.2g} at position {checked[at]}: wrong norm, "
-                "head or layer"
-            )
+            by = f"by {float(found[at]):.2g} at position {checked[at]}"
+            return f"{what} differs from the verifier's own {by}: wrong norm, head or layer"
     return None
 
 
@@ -321,6 +321,7 @@ def _load_model(verifier: VerifierConfig, dtype: torch.dtype, device: torch.devi
     shows_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
+        TensorFiles.open(name).check()
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
         is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
         auto: Any = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
@@ -333,7 +334,7 @@ def _load_model(verifier: VerifierConfig, dtype: torch.dtype, device: torch.devi
             **placed,
             **({"gguf_file": gguf.name, "config": config} if gguf else {}),
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise VerifierError(f"{name}: cannot be loaded: {one_line(error)}") from None
     finally:
         if shows_bars:

@@ -40,6 +40,8 @@ class VerifierConfig:
     """Of the text model: "qwen3", "gemma3_text"."""
     hidden_size: int
     intermediate_size: int
+    """Of a mixture of experts, what one token passes through: (experts per token + shared ones) * an expert's width. A
+    dense width beside it may be a class's default that no layer uses."""
     num_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -65,7 +67,8 @@ class VerifierConfig:
     logit_softcap: float | None
     """Logits = cap * tanh(logits / cap)."""
     eos_token_ids: tuple[int, ...]
-    """From generation_config.json, else config.json. `special_tokens.eos_ids` adds the tokenizer's own."""
+    """From generation_config.json, else all of config.json (a wrapper's before its text part's).
+    `special_tokens.eos_ids` adds the tokenizer's own."""
     hidden_act: str
     attention_bias: bool
     has_text_config: bool
@@ -110,7 +113,9 @@ def _of_config(config: Any, name_or_path: str, trust_remote_code: bool, tensor_n
     hidden_size = read.whole("hidden_size")
     num_heads = read.whole("num_attention_heads")
     head_dim = read.maybe("head_dim") or hidden_size // num_heads
-    intermediate = read.maybe("intermediate_size") or read.maybe("ffn_hidden_size") or 4 * hidden_size
+    intermediate = (
+        _experts_width(read) or read.maybe("intermediate_size") or read.maybe("ffn_hidden_size") or 4 * hidden_size
+    )
     tied = read.maybe("tie_word_embeddings") if config is text else getattr(config, "tie_word_embeddings", None)
     softcap = read.maybe("final_logit_softcapping")
     multiplies = model_type in _LOGITS_SCALING_MULTIPLIES
@@ -262,6 +267,16 @@ def _load_config(name_or_path: str, trust_remote_code: bool) -> Any:
         raise VerifierError(f"{name_or_path}: its configuration cannot be read: {one_line(error)}") from None
 
 
+def _experts_width(read: _Reader) -> int:
+    """The width of one token's experts; 0 of a dense model, or where an expert's width is the `intermediate_size`."""
+    per_token = read.first("num_experts_per_tok", "num_experts_per_token", "moe_topk", default=0)
+    shared = read.maybe("n_shared_experts") or read.maybe("num_shared_experts") or 0
+    width = read.maybe("moe_intermediate_size")
+    if not isinstance(width, int) or not isinstance(per_token, int) or not isinstance(shared, int):
+        return 0
+    return width * (per_token + shared) + int(read.maybe("shared_expert_intermediate_size") or 0)
+
+
 def _norm_eps(read: _Reader, model_type: str) -> float:
     value = read.first(*_RMS_EPS_NAMES, default=None)
     if value is not None:
@@ -305,14 +320,16 @@ def _dtype_name(config: Any, text: Any, name_or_path: str) -> str:
 def _eos_token_ids(config: Any, text: Any, name_or_path: str) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
-    candidates: list[Any] = []
+    def listed(ids: Any) -> list[int]:
+        return [] if ids is None else [int(i) for i in (ids if isinstance(ids, (list, tuple)) else [ids])]
+
+    own = None
     with contextlib.suppress(OSError, ValueError):  # no generation_config.json: common, and not needed
-        candidates.append(GenerationConfig.from_pretrained(name_or_path).eos_token_id)
-    candidates += [getattr(holder, "eos_token_id", None) for holder in (text, config)]
-    for ids in candidates:
-        if ids is not None:
-            return tuple(int(i) for i in (ids if isinstance(ids, (list, tuple)) else [ids]))
-    return ()
+        own = GenerationConfig.from_pretrained(name_or_path).eos_token_id
+    if own is not None:
+        return tuple(listed(own))
+    # The wrapper's list first: its text part often has the class's default, or one of several.
+    return tuple(dict.fromkeys(i for holder in (config, text) for i in listed(getattr(holder, "eos_token_id", None))))
 
 
 def _quantization(config: Any, text: Any) -> str | None:

@@ -58,6 +58,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What safetensors, torch and pickle raise for a file that is damaged or of another format.
 _UNREADABLE = (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError)
+_POINTER = b"version https://git-lfs"
 _SINGLES = ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors")
 _GGUF_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -143,21 +144,48 @@ def load_embedding(verifier: VerifierConfig) -> Tensor:
     return weight if verifier.embedding_scale == 1.0 else weight.to(torch.float32) * verifier.embedding_scale
 
 
-def fingerprint(verifier: VerifierConfig) -> str:
-    """A hash that tells this verifier's weights from another's, without reading all of them.
+def fingerprint(verifier: VerifierConfig, fetches: bool = True) -> str:
+    """Hashes that tell this verifier's weights from another's, without reading all of them; see `same_weights`.
 
-    It covers the size of each weight file and 64 KiB at 17 places of it, so it survives copying the folder and notices
+    They cover the size of each weight file and 64 KiB at 17 places of it, so they survive copying the folder and notice
     a fine-tune under the same path.
+
+    Returns:
+        "WHOLE.FILE.FILE...", files in the order of their names. Unless it `fetches` what is missing, such a file is
+        "-", and so is the whole.
     """
-    digest = hashlib.sha256()
-    for path in sorted(TensorFiles.open(verifier.name_or_path).paths):
+    files = TensorFiles.open(verifier.name_or_path)
+    whole, parts = hashlib.sha256(), []
+    for file in sorted(set(files.file_of.values())):
+        path = files.path(file) if fetches else _find(verifier.name_or_path, file, fetches=False)
+        if path is None:
+            parts.append("-")
+            continue
         size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
+        sample = f"{path.name} {size}".encode()
         with open(path, "rb") as handle:
             for place in range(17):
                 handle.seek(max(0, size - (1 << 16)) * place // 16)
-                digest.update(handle.read(1 << 16))
-    return digest.hexdigest()
+                sample += handle.read(1 << 16)
+        parts.append(hashlib.sha256(sample).hexdigest()[:16])
+        whole.update(sample)
+    return ".".join(["-" if "-" in parts else whole.hexdigest(), *parts])
+
+
+def same_weights(one: str, other: str) -> bool:
+    """Whether two fingerprints agree on every file that both have; "" agrees with all."""
+    mine, theirs = one.split("."), other.split(".")
+    if "" in (one, other) or "-" not in (mine[0], theirs[0]):
+        return mine[0] == theirs[0] or "" in (one, other)
+    return len(mine) == len(theirs) and all(a == b or "-" in (a, b) for a, b in zip(mine[1:], theirs[1:]))
+
+
+def weights_are_here(verifier: VerifierConfig) -> bool:
+    """Whether all of its weight files are on this machine."""
+    try:
+        return not fingerprint(verifier, fetches=False).startswith("-")
+    except VerifierError:
+        return False
 
 
 def find_tensor(files: TensorFiles, verifier: VerifierConfig, role: str) -> str:
@@ -279,11 +307,17 @@ class TensorFiles:
     @property
     def paths(self) -> list[Path]:
         """All weight files, on this machine."""
-        return [self._path(file) for file in sorted(set(self.file_of.values()))]
+        return [self.path(file) for file in sorted(set(self.file_of.values()))]
+
+    def check(self) -> None:
+        """Refuse weight files that are missing, empty, cut or pointers: a VerifierError names the first."""
+        for path in self.paths:
+            if path.suffix != ".gguf":
+                _names(path)
 
     def read(self, name: str) -> Tensor:
         """One tensor as it is stored, on the CPU; a VerifierError if its file is missing or damaged."""
-        path = self._path(self.file_of[name])
+        path = self.path(self.file_of[name])
         if path.suffix == ".gguf":
             return _gguf_tensors(path)[_GGUF_NAMES[name]]()
         try:
@@ -292,23 +326,28 @@ class TensorFiles:
                     return handle.get_tensor(name).clone()
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[name].clone()
         except (*_UNREADABLE, KeyError) as error:
-            raise VerifierError(f"{path}: {name} cannot be read: {one_line(error)}") from None
+            raise VerifierError(f"{path}: {name} cannot be read: {_damage(path) or one_line(error)}") from None
 
-    def _path(self, file: str) -> Path:
+    def path(self, file: str) -> Path:
+        """One weight file, on this machine; a VerifierError if it is missing."""
         path = _find(self.name_or_path, file)
         if path is None:
             raise VerifierError(f"{self.name_or_path}: {file} is missing, though the weight index names it")
         return path
 
 
-def _find(name_or_path: str, file: str) -> Path | None:
+def _find(name_or_path: str, file: str, fetches: bool = True) -> Path | None:
     folder = Path(name_or_path)
     if folder.is_dir():
         return folder / file if (folder / file).exists() else None
     from transformers.utils.hub import cached_file
 
     cached = cached_file(
-        name_or_path, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        name_or_path,
+        file,
+        local_files_only=not fetches,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     return None if cached is None else Path(cached)
 
@@ -320,7 +359,19 @@ def _names(path: Path) -> list[str]:
                 return list(handle.keys())
         return list(torch.load(path, map_location="meta", weights_only=True, mmap=True))
     except _UNREADABLE as error:
-        raise VerifierError(f"{path}: cannot be read: {one_line(error)}") from None
+        raise VerifierError(f"{path}: cannot be read: {_damage(path) or one_line(error)}") from None
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a weight file whatever its format; None if nothing that shows."""
+    try:
+        with open(path, "rb") as handle:
+            start = handle.read(len(_POINTER))
+    except OSError:
+        return None
+    if not start:
+        return "an empty file; fetch it again"
+    return "a git-lfs pointer instead of the weights; fetch them with `git lfs pull`" if start == _POINTER else None
 
 
 def gguf_file(name_or_path: str) -> Path | None:
