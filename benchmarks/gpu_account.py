@@ -15,6 +15,7 @@ Launches run ahead of the device as long as it is busier than the host; a synchr
 upload out of pageable memory holds both. `bytes` are those of everything but matrix products, the optimizer included;
 `elementwise_gb` is the forward and backward passes' part with the gradients' accumulation, `optimizer_gb` the rest.
 
+`others` are longer packs (with checkpointing from 100,000 tokens on), `speculators` the peer's step by the same rates.
 `mismatches` counts what goes wrong when random small problems with real numbers train on the pretended GPU and on the
 CPU in float64: an operation that mixes devices, a loss or a gradient that differs.
 """
@@ -29,7 +30,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,13 @@ def drafter_config(sizes: dict[str, int], kind: str, depths: int, max_tokens: in
 
 
 class RandomRows:
-    """Rows made when they are read. Their floats exist as shapes where `generator` is None."""
+    """Rows made when they are first read. Their floats exist as shapes where `seed` is None."""
 
     def __init__(
         self, lengths: Sequence[int], share: float, config: DrafterConfig, dtype: torch.dtype, seed: int | None
     ) -> None:
         self.lengths, self.config, self.dtype, self.seed = list(lengths), config, dtype, seed
+        self.made: dict[str, StoredRow] = {}
         self.masks = [[int(i >= max(1, int(n * (1 - share)))) for i in range(n)] for n in self.lengths]
 
     def extents(self) -> dict[str, Extent]:
@@ -103,6 +105,11 @@ class RandomRows:
         pass
 
     def read(self, row_id: str) -> StoredRow:
+        if row_id not in self.made:
+            self.made[row_id] = self._make(row_id)
+        return self.made[row_id]
+
+    def _make(self, row_id: str) -> StoredRow:
         index = int(row_id.split("-")[-1])
         mask, hidden = self.masks[index], self.config.hidden_size
         label_pos = torch.tensor(label_positions(mask, False, 0), dtype=torch.int64)
@@ -113,15 +120,12 @@ class RandomRows:
         else:
             made = torch.Generator().manual_seed(1000 * self.seed + index)
             ids = torch.randint(0, self.config.vocab_size, (len(mask),), generator=made).tolist()
-            states = [torch.randn(shape, generator=made, dtype=self.dtype) for shape in shapes]
+            wide = torch.promote_types(self.dtype, torch.float32)
+            states = [torch.randn(shape, generator=made, dtype=wide).to(self.dtype) for shape in shapes]
         row = TokenRow(
             row_id=row_id, source="account", input_ids=ids, loss_mask=mask, next_is_supervised=False, tail_length=0
         )
         return StoredRow(row, states[0], label_pos, states[1])
-
-
-class _Done(Exception):
-    """Ends a run behind the step that is counted."""
 
 
 @contextlib.contextmanager
@@ -136,47 +140,43 @@ def _replaced(*what: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(owner, name, old)
 
 
-def count_step(
-    tokens: int, depths: int, checkpoint: bool, detail: bool, **settings: Any
-) -> tuple[Counts, TrainPlan, int, float]:
-    """One optimizer step on a pack of `tokens`: its counts, the plan, slots, and bytes alive before its batch."""
-    lengths = [120, *[tokens // DOCUMENTS] * DOCUMENTS, *[tokens // DOCUMENTS] * DOCUMENTS]
-    order = [range(1), range(1, DOCUMENTS + 1), range(DOCUMENTS + 1, 2 * DOCUMENTS + 1)]
-    config = drafter_config(QWEN3_8B, "peagle", depths, tokens)
-    slots = 0
-    with pretend(ghost=True) as device:
-        device.keep_places = detail
-        with torch.device("meta"):
-            drafter = Drafter(config)
-        head = VerifierHead(
-            norm_weight=torch.ones(config.hidden_size),
-            norm_eps=1e-6,
-            weight=torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16, device="meta"),
-            logit_scale=1.0,
-            logit_softcap=None,
-        )
-        fit = FitConfig.build(
-            {"num_depths": depths, "total_seq_len": tokens, "epochs": 1, "activation_checkpointing": checkpoint}
-            | settings
-        )
-        world = World(0, 1, CUDA)
-        plan = resolve(fit, config, world)
-        rows = RandomRows(lengths, SHARE, config, torch.bfloat16, None)
-        packs = [
-            batches.Pack(tuple(f"None-{i}" for i in indices), sum(lengths[i] for i in indices)) for indices in order
-        ]
-        step, lay_out = loop._Loop._step, loop.lay_out
-        steps: list[Counts] = []
-        alive: list[int] = []
+class _Done(Exception):
+    """Ends a run whose last counted step is behind it."""
 
-        def counted(self: Any, *args: Any) -> Any:
-            if len(steps) == 2:
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The loop on packs of equal documents: one short pack, then the same pack again and again."""
+
+    drafter: Drafter
+    head: VerifierHead
+    rows: RandomRows
+    plan: TrainPlan
+    world: World
+
+    @property
+    def num_pairs(self) -> int:
+        """Pair slots of a pack."""
+        return sum(n - 1 for n in self.rows.lengths[1:])
+
+    def run(self, num_steps: int, after: Callable[[int], None]) -> int:
+        """Take `num_steps` steps, `after(index)` behind each; the slots of a pack. The loop reads ahead as ever."""
+        extents = self.rows.extents()
+        ids = list(extents)
+        short, whole = (
+            batches.Pack(tuple(some), sum(extents[i].num_tokens for i in some)) for some in (ids[:1], ids[1:])
+        )
+        order = [short, *[whole] * (num_steps + 1)]
+        step, lay_out = loop._Loop._step, loop.lay_out
+        index = slots = 0
+
+        def stepped(self: Any, *args: Any) -> Any:
+            nonlocal index
+            if index == num_steps:
                 raise _Done
             made = step(self, *args)
-            device.counts.peak = max(device.counts.peak, device.live)
-            steps.append(device.counts)
-            alive.append(device.live)
-            device.start()
+            after(index)
+            index += 1
             return made
 
         def noted(*args: Any) -> Any:
@@ -186,16 +186,58 @@ def count_step(
             return pack
 
         changes = [
-            (loop._Loop, "_step", counted),
-            (loop, "packs", lambda lengths, *_: packs if lengths else []),
+            (loop._Loop, "_step", stepped),
+            (loop, "packs", lambda lengths, *_: order if lengths else []),
             (loop, "lay_out", noted),
-            *_phases(device),
         ]
+        held_out = RandomRows([], 1.0, self.rows.config, self.rows.dtype, None)
         with _replaced(*changes), contextlib.suppress(_Done):
-            loop.fit(
-                drafter, head, rows, RandomRows([], 1.0, config, torch.bfloat16, None), plan, world, None, None, None
-            )
-    return steps[1], plan, slots, alive[0]
+            loop.fit(self.drafter, self.head, self.rows, held_out, self.plan, self.world, None, None, None)
+        assert index == num_steps
+        return slots
+
+
+def problem(
+    sizes: dict[str, int], tokens: int, depths: int, world: World, seed: int | None, **settings: Any
+) -> Problem:
+    """A pack of six documents, 60 % of each supervised; `seed` None makes floats that exist as shapes only."""
+    config = drafter_config(sizes, "peagle", depths, tokens)
+    where = torch.device("meta") if seed is None else world.device
+    with where:
+        drafter = Drafter(config)
+        weight = torch.empty(config.vocab_size, config.hidden_size, dtype=torch.bfloat16)
+    if seed is not None:
+        weight.normal_(std=0.05)
+        drafter.lm_head.weight.data.copy_(weight)
+    head = VerifierHead(
+        norm_weight=torch.ones(config.hidden_size),
+        norm_eps=1e-6,
+        weight=weight,
+        logit_scale=1.0,
+        logit_softcap=None,
+    )
+    fit = FitConfig.build({"num_depths": depths, "total_seq_len": tokens, "epochs": 1, **settings})
+    plan = resolve(fit, config, world)
+    rows = RandomRows([tokens // 64, *[tokens // DOCUMENTS] * DOCUMENTS], SHARE, config, torch.bfloat16, seed)
+    return Problem(drafter=drafter, head=head, rows=rows, plan=plan, world=world)
+
+
+def count_step(tokens: int, depths: int, detail: bool, **settings: Any) -> tuple[Counts, TrainPlan, int, float]:
+    """One optimizer step on a pack of `tokens`: its counts, the plan, slots, and bytes alive before it."""
+    steps: list[Counts] = []
+    alive: list[int] = []
+    with pretend(ghost=True) as device:
+        device.keep_places = detail
+        made = problem(QWEN3_8B, tokens, depths, World(0, 1, CUDA), None, **settings)
+
+        def after(_index: int) -> None:
+            steps.append(device.counts)
+            alive.append(device.live)
+            device.start()
+
+        with _replaced(*_phases(device)):
+            slots = made.run(2, after)
+    return steps[1], made.plan, slots, alive[0]
 
 
 def _phases(device: Device) -> list[tuple[Any, str, Any]]:
@@ -248,7 +290,8 @@ def figures(counts: Counts, tokens: int) -> dict[str, Any]:
 def account(tokens: int, depths: int, detail: bool, **settings: Any) -> dict[str, Any]:
     """A step's line in the report."""
     checkpoint = tokens >= CHECKPOINTED_FROM
-    counts, plan, slots, alive = count_step(tokens, depths, checkpoint, detail, **settings)
+    settings = {"activation_checkpointing": checkpoint, **settings}
+    counts, plan, slots, alive = count_step(tokens, depths, detail, **settings)
     if detail:
         print_detail(counts, tokens)
     return {
@@ -281,6 +324,104 @@ def print_detail(counts: Counts, tokens: int) -> None:
     table("synchronisations", counts.waits, 1, 40)
     table("MB uploaded", counts.uploads, 1e6, 20)
     table("GB alive at the peak, by place of allocation", Counter(counts.at_peak), 1e9, 40)
+
+
+# -------------------- the peer
+
+
+def speculators_step(tokens: int, depths: int) -> dict[str, Any]:
+    """Speculators 0.9.0's step on as many tokens, put together from its source: no part of it ran.
+
+    What its source says: all N rows of all depths go through the network at once, `torch.compile`d, mask rows through
+    layer 0 and `fc` as well; FlexAttention over N x N under a block mask made of the predicate; the drafter's head on
+    all N rows, the verifier's on all positions, then its logits gathered for N rows; a fused loss that reads logits and
+    targets twice each, and once each for the gradient (of supervised rows) that it writes; two argmax; autocast, so
+    that float32 weights are cast once a step and their gradients back; the embedding, the head and the verifier's head
+    frozen and float32; clipping and AdamW by PyTorch's multi-tensor functions; data pinned and not blocking.
+
+    In its favour: fused elementwise chains move their inputs and outputs once, the block mask costs nothing but its
+    products, launches nothing. Its rows are those of `generate_cod_sample_indices`, chains unbroken.
+    """
+    hidden, inter, vocab = (QWEN3_8B[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, kv_heads, layers, width = (
+        QWEN3_8B[name] for name in ("num_attention_heads", "num_key_value_heads", "num_layers", "head_dim")
+    )
+    # 1. Rows: every position, then of the supervised ones a share that falls from depth to depth.
+    documents = [tokens // DOCUMENTS] * DOCUMENTS
+    anchor, depth, document, num_supervised = _cod_rows(documents, depths)
+    rows, positions = len(anchor), sum(documents)
+    # 2. Products: forward, inputs' and weights' gradients; the heads are frozen.
+    attention = hidden * (heads + 2 * kv_heads) * width
+    matrices = layers * (attention + heads * width * hidden + 3 * hidden * inter) + attention + 3 * hidden * hidden
+    head = hidden * vocab
+    products = 2 * (3 * rows * matrices + 2 * rows * head + positions * head)
+    touched = _touched_blocks(anchor, depth, document)
+    scores = touched * 128 * 128 * heads * width * layers * 14  # 4 forward, 10 backward
+    # 3. Numbers of two bytes that move, a row at a time.
+    qkv = (heads + 2 * kv_heads) * width
+    entry = (6 + 2 + 4 + 4) * hidden + (6 + 2 + 4) * hidden  # states chosen, embedding, joined, normed; and back
+    layer = 8 * hidden + 2 * qkv + (2 * heads + 2 * kv_heads) * width + 2 * heads * width + 3 * inter
+    layer += 8 * hidden + 3 * qkv + (5 * heads + 4 * kv_heads) * width + 2 * heads * width + 6 * inter
+    loss = rows * (4 + 2 + 2 + 1) + num_supervised * 2  # fused loss forward, gather, argmax, gradient; its reads
+    moved = 2 * (rows * (entry + layers * layer + 6 * hidden) + loss * vocab)
+    # 4. Weights: cast to bfloat16, gradients back to float32.
+    moved += 6 * (matrices + 2 * head) + 6 * matrices
+    # 5. Clipping reads, then reads and writes; AdamW's multi-tensor passes: decay, two moments, root, quotient, update.
+    optimizer = 4 * matrices * (1 + 2 + (2 + 3 + 2 + 3 + 2 + 2 + 2 + 4))
+    # 6. Memory at the loss's backward: float32 weights, moments and (of the last step, cleared after the forward pass)
+    #    gradients, bfloat16 copies, what a layer's backward needs, and logits, targets and their gradient.
+    fixed = 4 * (matrices + 3 * head) + 8 * matrices + 4 * matrices + 2 * (matrices + 2 * head)
+    activations = 2 * rows * (layers * (7 * hidden + qkv + heads * width + 2 * inter) + 5 * hidden)
+    full_logits = 2 * vocab * 3 * rows
+    parts = {
+        "products_s": products / PRODUCTS,
+        "attention_s": scores / ATTENTION,
+        "memory_s": (moved + optimizer) / MEMORY,
+        "sync_s": (1 + 2 * (depths - 1)) * WAIT_S,
+    }
+    return {
+        "rows": rows,
+        "syncs_per_step": 1 + 2 * (depths - 1),
+        "elementwise_gb": round(moved / 1e9, 1),
+        "optimizer_gb": round(optimizer / 1e9, 1),
+        "peak_gb": round((fixed + activations + full_logits) / 1e9, 1),
+        "tokens_per_s_estimate": round(tokens / sum(parts.values())),
+        "product_tflop": round(products / 1e12, 1),
+        "attention_tflop": round(scores / 1e12, 1),
+        **{name: round(value, 4) for name, value in parts.items()},
+    }
+
+
+def _cod_rows(documents: list[int], depths: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Rows as Speculators draws them: depth by depth, anchors ascending; and how many of them are supervised."""
+    made = torch.Generator().manual_seed(0)
+    document = torch.cat([torch.full((n,), i) for i, n in enumerate(documents)])
+    supervised = torch.cat([torch.arange(n) >= int(n * (1 - SHARE)) for n in documents])
+    valid = supervised.nonzero()[:, 0]
+    anchors, depth_of = [torch.arange(len(document))], [torch.zeros(len(document), dtype=torch.int64)]
+    candidates = valid
+    for depth in range(1, depths):
+        size = int((len(valid) - depth) * max(0.7**depth, 0.2))
+        if size < len(candidates):
+            candidates = candidates[torch.randperm(len(candidates), generator=made)[:size]].sort()[0]
+        anchors.append(candidates - depth)
+        depth_of.append(torch.full((len(candidates),), depth))
+        following = candidates + 1
+        candidates = following[torch.isin(following, valid)]
+    anchor, depth_of_row = torch.cat(anchors), torch.cat(depth_of)
+    return anchor, depth_of_row, document, int(supervised.sum()) + len(anchor) - len(document)
+
+
+def _touched_blocks(anchor: torch.Tensor, depth: torch.Tensor, document: torch.Tensor) -> int:
+    """Blocks of 128 x 128 in which Speculators' predicate is true somewhere."""
+    own, count = document[anchor], 0
+    for begin in range(0, len(anchor), 128):
+        rows = slice(begin, begin + 128)
+        furthest = torch.full((DOCUMENTS,), -1).scatter_reduce_(0, own[rows], anchor[rows], "amax")
+        deepest = torch.full((len(document),), -1).scatter_reduce_(0, anchor[rows], depth[rows], "amax")
+        seen = ((depth == 0) & (anchor <= furthest[own])) | (depth <= deepest[anchor])
+        count += int(torch.nn.functional.pad(seen, (0, -len(seen) % 128)).view(-1, 128).any(1).sum())
+    return count
 
 
 # -------------------- mismatches
@@ -415,12 +556,13 @@ def main() -> int:
     for problem in problems:
         print(problem, file=sys.stderr)
     steps = [account(tokens, args.depths, args.detail) for tokens in args.tokens]
-    report = {"mismatches": len(problems), **steps[0], "others": steps[1:]}
+    peer = speculators_step(args.tokens[0], args.depths)
+    report: dict[str, Any] = {"mismatches": len(problems), **steps[0], "others": steps[1:], "speculators": peer}
     report["wall_s"] = round(time.monotonic() - began_s, 1)
     if args.json:
         print(json.dumps(report))
     else:
-        for line in steps:
+        for line in (*steps, {"Speculators 0.9.0, as its source says": "", **peer}):
             print("\n".join(f"{key:22} {value}" for key, value in line.items()), end="\n\n")
         print("mismatches", len(problems))
     return 1 if problems else 0

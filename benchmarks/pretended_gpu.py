@@ -105,6 +105,7 @@ class Device:
         self._bytes: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.RLock()
+        self._noted = 0
 
     # ---- counting
 
@@ -124,7 +125,7 @@ class Device:
 
     def start(self) -> None:
         """Count anew; what is alive stays alive."""
-        self.counts = Counts(peak=self.live)
+        self.counts, self._noted = Counts(peak=self.live), 0
 
     def where(self, depth: int = 1) -> str:
         """The innermost lines of the project that run."""
@@ -168,9 +169,9 @@ class Device:
             self._bytes[storage] = size, self.where(3) if self.keep_places else ""
             self.live += size
             weakref.finalize(storage, self._free, size)
-            if self.live > self.counts.peak:
+            if self.counting and self.live > self.counts.peak:  # a fused kernel has no intermediates
                 self.counts.peak = self.live
-                if self.keep_places and self.live > 1.002 * getattr(self, "_noted", 0):
+                if self.keep_places and self.live > 1.002 * self._noted:
                     self._noted = self.live
                     self.counts.at_peak = dict(self._by_place())
 
