@@ -95,7 +95,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         values |= {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
         values |= {"attention_chunk_size": 32, "tie_word_embeddings": False}
     values |= changes
-    if family not in WRAPPERS:
+    if family not in (*WRAPPERS, "paligemma"):
         return CONFIG_MAPPING[family](**values)
     tied = values["tie_word_embeddings"]
     if family == "qwen2_5_vl":
@@ -109,7 +109,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
         return CONFIG_MAPPING[family](text_config=values, vision_config=vision, tie_word_embeddings=tied)
     vision = {
-        "model_type": "siglip_vision_model" if family == "gemma3" else "pixtral",
+        "model_type": "pixtral" if family == "mistral3" else "siglip_vision_model",
         "hidden_size": 16,
         "intermediate_size": 16,
         "num_hidden_layers": 1,
@@ -119,6 +119,10 @@ def tiny_config(family: str, **changes: Any) -> Any:
     }
     if family == "mistral3":
         values |= {"model_type": "mistral"}
+    if family == "paligemma":
+        values |= {"model_type": "gemma"}
+        vision |= {"projection_dim": 64}
+        return CONFIG_MAPPING[family](text_config=values, vision_config=vision, projection_dim=64, image_token_id=271)
     return CONFIG_MAPPING[family](text_config=values, vision_config=vision, tie_word_embeddings=tied)
 
 

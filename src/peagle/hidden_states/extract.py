@@ -317,13 +317,13 @@ def open_proof(
     that are here, or by another of several servers."""
     from peagle.vllm.states import EndpointSource
 
-    again: Recompute | None
+    again: Recompute | None = None
     if isinstance(source, TransformersSource):
         again = source.states_again
     elif weights_are_here(verifier):
         again = _weights_here(spec, verifier, head)
-    else:
-        again = source.second_opinion if isinstance(source, EndpointSource) else None
+    elif isinstance(source, EndpointSource) and len(config.endpoint) > 1:
+        again = source.second_opinion
     if again is None:
         logger.warning(
             "%s: neither its weights here nor a second server: that states are of layers %s rests on the server's word",
