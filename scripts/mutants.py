@@ -115,6 +115,8 @@ MUTATIONS = {
         "return carried if self.config.norm_output else normed",
     ),
     "R14": ("train/step.py", "rope_pos = batch.rope_pos[anchor] + depth", "rope_pos = batch.rope_pos[anchor]"),
+    "R20": ("train/flex.py", "return max(2 * BLOCK, -(-length // BLOCK) * BLOCK)", "return length"),
+    "R21": ("kernels/triton_loss.py", "tl.where(best > z_best, first", "tl.where(best >= z_best, first"),
     "K01": ("train/masters.py", "if isinstance(like, DTensor):", "if False:"),
     "K07": ("hidden_states/extract.py", "if missing and needed + _SPARE_BYTES > free:", "if False:"),
     "X01": ("drafter/model_config.py", "if len(self.aux_layer_ids) != NUM_AUX_LAYERS_OF_VLLM:", "if False:"),

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Columns of a row that a program has at a time, in eight warps: sixteen numbers a thread of each of the two rows, so
 # that several programs share a multiprocessor and one computes while another one waits for memory.
-_BLOCK, _NUM_WARPS = 4096, 8
+BLOCK, NUM_WARPS = 4096, 8
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def row_losses_(
             LOSS=loss,
             HAS_CHOICES=choices is not None,
             WITH_GRAD=with_grad,
-            BLOCK=min(_BLOCK, 1 << (vocab_size - 1).bit_length()),
-            num_warps=_NUM_WARPS,
+            BLOCK=min(BLOCK, 1 << (vocab_size - 1).bit_length()),
+            num_warps=NUM_WARPS,
         )
     return losses, is_correct

@@ -111,9 +111,15 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> Any:
 
 
 @cache
-def _kernel_options(device: torch.device) -> dict[str, Any] | None:
-    """Fewer pipeline stages where shared memory is small."""
-    return {"num_stages": 2} if torch.cuda.get_device_capability(device) in _SMALL_SHARED_MEMORY else None
+def kernel_options(device: torch.device, head_dim: int, dtype: torch.dtype) -> dict[str, Any] | None:
+    """Fewer pipeline stages, and smaller blocks of large rows, where shared memory is small; None elsewhere."""
+    if torch.cuda.get_device_capability(device) not in _SMALL_SHARED_MEMORY:
+        return None
+    is_wide = dtype.itemsize > 2
+    options = {"num_stages": 2, **({"BLOCK_M": 32} if is_wide else {})}
+    if head_dim > 128:
+        options |= {f"bwd_BLOCK_{side}": 16 if is_wide else 32 for side in ("M1", "N1", "M2", "N2")}
+    return options
 
 
 def padded_call(
@@ -161,7 +167,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor | Non
     """
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     if q.is_cuda:
-        out = padded_call(compiled(), q, k, v, mask, kernel_options=_kernel_options(q.device))
+        options = kernel_options(q.device, q.shape[-1], q.dtype)
+        out = padded_call(compiled(), q, k, v, mask, kernel_options=options)
     else:
         out = _ForwardByFlex.apply(q.contiguous(), k.contiguous(), v.contiguous(), mask, dense)
     return out[0].transpose(0, 1).flatten(1)
