@@ -341,7 +341,7 @@ def test_rows_are_computed_again_only_as_long_as_that_is_cheap(model: Transforme
     def again(ids: list[int], origin: str) -> dict[int, Tensor]:
         asked.append(len(ids))
         own = model.layer_states(ids)
-        if len(asked) == 1:
+        if len(asked) == 2:
             time.sleep(0.3)
         return own
 
@@ -352,8 +352,8 @@ def test_rows_are_computed_again_only_as_long_as_that_is_cheap(model: Transforme
             row_id=row.row_id, input_ids=row.input_ids, aux_states=aux, last_states=last, choice_pos=[], choice_ids=[]
         )
         assert proof.fault(states, row) is None
-    assert len(asked) < 10
-    assert "10 rows proved, 1 of them computed again" in proof.summary()
+    assert len(asked) in (1, 2)
+    assert f"10 rows proved, {len(asked)} of them computed again" in proof.summary()
 
 
 # ---- models in this process
