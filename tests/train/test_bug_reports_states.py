@@ -29,8 +29,8 @@ def short(files: Files, save_path: Path, **values: object) -> TrainConfig:
 class MixedUp(RealServer):
     """Its first rows are right; then it hands out other states for what it reads.
 
-    `how`: "repeated" are those of the first row, cut or filled up by the row's own; "reversed" those of the row's tokens
-    in another order; "wholly" those, and their next token; "late" the aux states one token late; "zero".
+    `how`: "repeated" are those of the first row, cut or filled up by the row's own; "reversed" those of its tokens in
+    another order; "wholly" those, and their next token; "late" the aux states one token late; "zero".
     """
 
     def __init__(self, files: Files, folder: Path, how: str) -> None:
