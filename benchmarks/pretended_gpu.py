@@ -55,6 +55,7 @@ _WAITS = {
     "bincount": "bincount", "masked_select": "masked_select", "equal": "equal", "is_nonzero": "item",
 }  # fmt: skip
 _GATHERS = {"index", "_unsafe_index", "index_select", "gather", "embedding"}
+_INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}
 
@@ -363,9 +364,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # 2. Waits.
     if name in _WAITS or (func._overloadname == "Tensor" and name == "repeat_interleave"):
         dev.wait(_WAITS.get(name, name))
-    if name in ("index", "index_put_", "index_put", "_index_put_impl_") and any(
-        isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-    ):
+    if name in _INDEXED and any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
         dev.wait("index by bool")
     # 3. The result, and its cost.
     out = _compute(func, name, args, kwargs)
@@ -417,7 +416,7 @@ def _mixed(func: Any, name: str, args: Any, kwargs: dict[str, Any], flat: list[T
             dev.upload(args[1], is_async)
         elif not (is_async and _storage(args[0]) in dev.pinned):
             dev.wait("copy to host")
-    elif name in ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"):
+    elif name in _INDEXED:
         values = args[2:3]
         if not isinstance(args[0], Pretended) or any(x.dim() and not isinstance(x, Pretended) for x in values):
             raise RuntimeError(f"device mismatch in {func} at {dev.where()}")
@@ -454,6 +453,10 @@ def _compute(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     is_target_real = isinstance(args[0], torch.Tensor) and args[0].device.type != "meta"
     if func._schema.is_mutable and (is_target_real or not func._schema.returns):
         return args[0] if func._schema.returns else None  # floats that exist as shapes change no integer
+    if name in _INDEXED:  # how many rows a mask takes is known where its booleans are real
+        masks = [isinstance(i, torch.Tensor) and i.dtype == torch.bool and i.device.type != "meta" for i in args[1]]
+        spread = [i.nonzero().unbind(1) if is_mask else (i,) for i, is_mask in zip(args[1], masks)]
+        args = (args[0], [one for some in spread for one in some], *args[2:])
     args, kwargs = (_each(lambda x: x.to("meta"), some) for some in (args, kwargs))
     if "device" in kwargs:
         kwargs["device"] = "meta"
