@@ -305,6 +305,21 @@ def account(tokens: int, depths: int, detail: bool, **settings: Any) -> dict[str
     }
 
 
+HEADER = """\
+| pack | slots | TFLOP of products | of attention | passes, GB | optimizer, GB | kernels | waits | peak, GB | tokens/s |
+| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |"""
+
+
+def table_row(name: str, line: dict[str, Any]) -> str:
+    """A step's line as docs/scaling.md has it, rounded to what it is worth."""
+    kernels = f"{round(line['kernels_per_step'], -2):,}" if "kernels_per_step" in line else ""
+    return (
+        f"| {name} | {round(line['slots'], -2):,} | {line['product_tflop']:,.0f} | {line['attention_tflop']:,.0f} "
+        f"| {line['elementwise_gb']:,.0f} | {line['optimizer_gb']:.0f} | {kernels} | {line['syncs_per_step']} "
+        f"| {line['peak_gb']:.0f} | {round(line['tokens_per_s_estimate'], -2):,} |"
+    )
+
+
 def print_detail(counts: Counts, tokens: int) -> None:
     """Where a step's costs are."""
 
@@ -380,7 +395,7 @@ def speculators_step(tokens: int, depths: int) -> dict[str, Any]:
         "sync_s": (1 + 2 * (depths - 1)) * WAIT_S,
     }
     return {
-        "rows": rows,
+        "slots": rows,
         "syncs_per_step": 1 + 2 * (depths - 1),
         "elementwise_gb": round(moved / 1e9, 1),
         "optimizer_gb": round(optimizer / 1e9, 1),
@@ -575,8 +590,10 @@ def main() -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        for line in (*steps, {"Speculators 0.9.0, as its source says": "", **peer}):
-            print("\n".join(f"{key:22} {value}" for key, value in line.items()), end="\n\n")
+        print(HEADER)
+        for line in steps:
+            print(table_row(f"{line['tokens']:,}" + (", checkpointing" if line["checkpointing"] else ""), line))
+        print(table_row(f"{args.tokens[0]:,}, Speculators 0.9.0", peer))
         print("mismatches", len(problems))
     return 1 if problems else 0
 

@@ -167,5 +167,5 @@ def test_a_step_of_an_8b_drafter_stays_within_its_limits():
 def test_the_peers_step_is_counted_by_its_rows():
     peer = gpu_account.speculators_step(2048, 4)
     supervised = 2046 * 0.6
-    assert peer["rows"] == pytest.approx(2046 + supervised * (0.7 + 0.49 + 0.343), rel=0.02)
+    assert peer["slots"] == pytest.approx(2046 + supervised * (0.7 + 0.49 + 0.343), rel=0.02)
     assert peer["product_tflop"] > 8192 / 2048 * 7
