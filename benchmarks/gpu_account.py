@@ -446,7 +446,7 @@ def _small(case: random.Random, kind: str) -> dict[str, int]:
     heads = case.choice([(2, 1), (4, 2), (3, 1), (2, 2)])
     return {
         "hidden_size": 24, "intermediate_size": 32, "num_layers": case.choice([1, 2]), "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1], "head_dim": 8, "vocab_size": 40, "draft_vocab_size": 40,
+        "num_key_value_heads": heads[1], "head_dim": 8, "vocab_size": 40, "draft_vocab_size": case.choice([40, 40, 25]),
     }  # fmt: skip
 
 
@@ -460,7 +460,11 @@ def _train(
         torch.nn.init.normal_(drafter.mask_hidden)
     made = torch.Generator().manual_seed(11)
     weight = torch.randn(config.vocab_size, config.hidden_size, generator=made, dtype=torch.float64)
-    drafter.lm_head.weight.data.copy_(weight * 0.3)
+    draft_ids = torch.randperm(config.vocab_size, generator=made)[: config.draft_vocab_size].sort()[0]
+    drafter.lm_head.weight.data.copy_(weight[draft_ids] * 0.3)
+    if config.is_pruned:
+        drafter.d2t.copy_(draft_ids - torch.arange(config.draft_vocab_size))
+        drafter.t2d[draft_ids] = True
     head = VerifierHead(
         norm_weight=torch.ones(config.hidden_size, dtype=torch.float64),
         norm_eps=1e-6,
@@ -510,7 +514,9 @@ class Case:
         loss = draw.choice(["kl_div", "ce", "tv"])
         settings = {
             "num_depths": depths, "total_seq_len": 800, "epochs": 1, "lr": 1e-3, "loss_fn": loss,
-            "activation_checkpointing": draw.random() < 0.4, **(CHAIN_SETTINGS if kind == "eagle3" else {}),
+            "activation_checkpointing": draw.random() < 0.4, "optimizer": draw.choice(["adamw", "muon"]),
+            "train_embeddings": draw.choice(["all", "mask-token", "none"]), "train_lm_head": draw.random() < 0.3,
+            **(CHAIN_SETTINGS if kind == "eagle3" else {}),
         }  # fmt: skip
         sizes = {"block_slots": draw.choice([40, 90, 1000]), "chunk_rows": draw.choice([8, 64])}
         return Case(
@@ -560,7 +566,7 @@ def check(num_cases: int, first: int) -> list[str]:
             if len(losses) != len(expected_losses) or len(grads) != len(expected) or not grads:
                 problems.append(f"{name}: {len(losses)} losses, expected {len(expected_losses)}")
             for index, (loss, wanted) in enumerate(zip(losses, expected_losses)):
-                if not math.isclose(loss, wanted, rel_tol=loss_error):
+                if not math.isclose(loss, wanted, rel_tol=loss_error * (1 if index == 0 else 4)):  # of stepped weights
                     problems.append(f"{name}: loss {index} is {loss}, expected {wanted}")
             for index, (ours, theirs) in enumerate(zip(grads, expected)):
                 whole = float(torch.stack([grad.norm() for grad in theirs.values()]).norm())
