@@ -722,6 +722,7 @@ def pretend(
     """
     global _device
     assert _device is None, "one device at a time"
+    torch.utils._device._device_constructors()  # remembers functions for good: the real ones
     properties = SimpleNamespace(
         name="pretended", total_memory=total_bytes, multi_processor_count=132, major=capability[0],
         minor=capability[1], shared_memory_per_block_optin=232_448,
