@@ -61,6 +61,8 @@ QWEN3_8B = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "draft_vocab_size": 151_936,
 }  # fmt: skip
 TOKENS = (8192, 20480, 131_072)
+DOCS_TOKENS = (4096, 8192, 20480, 65536, 131_072)
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
 CHECKPOINTED_FROM = 100_000
 SHARE, DOCUMENTS = 0.6, 6
 
@@ -315,9 +317,46 @@ def table_row(name: str, line: dict[str, Any]) -> str:
     kernels = f"{round(line['kernels_per_step'], -2):,}" if "kernels_per_step" in line else ""
     return (
         f"| {name} | {round(line['slots'], -2):,} | {line['product_tflop']:,.0f} | {line['attention_tflop']:,.0f} "
-        f"| {line['elementwise_gb']:,.0f} | {line['optimizer_gb']:.0f} | {kernels} | {line['syncs_per_step']} "
+        f"| {line['elementwise_gb']:,.0f} | {line['optimizer_gb']:.0f} | {kernels} | {line['syncs_per_step']:,} "
         f"| {line['peak_gb']:.0f} | {round(line['tokens_per_s_estimate'], -2):,} |"
     )
+
+
+def docs_tables(steps: list[dict[str, Any]], peer: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/scaling.md by the word in their marks."""
+    memory = ["| pack (`--total-seq-len`) | `doctor` says, GB | counted peak, GB |", "| --- | --: | --: |"]
+    times = [HEADER]
+    for line in steps:
+        name = f"{line['tokens']:,}" + (", checkpointing" if line["checkpointing"] else "")
+        memory.append(f"| {name} | {doctor_gb(line['tokens'], line['checkpointing']):.0f} | {line['peak_gb']:.0f} |")
+        if line["tokens"] in TOKENS:
+            times.append(table_row(name, line))
+    times.append(table_row(f"{TOKENS[0]:,}, Speculators 0.9.0", peer))
+    return {"memory": "\n".join(memory), "time": "\n".join(times)}
+
+
+def doctor_gb(tokens: int, checkpointing: bool) -> float:
+    """What `peagle doctor` says that training takes."""
+    from peagle.pipeline.plan import training_bytes
+    from peagle.pipeline.recipe import find, read
+    from peagle.train.config import TrainConfig
+
+    sizes = read(find("qwen3-8b"), None, ()).sizes
+    assert sizes is not None
+    assert (sizes.hidden_size, sizes.intermediate_size) == (QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"])
+    given = {"total_seq_len": tokens, "activation_checkpointing": checkpointing}
+    paths = dict.fromkeys(("verifier_name_or_path", "data_path", "hidden_states_path", "save_path"), "unused")
+    return training_bytes(sizes, TrainConfig.build({**paths, **given}), 1) / 1e9
+
+
+def write_docs(tables: dict[str, str]) -> None:
+    """Put the tables between their marks."""
+    text = DOCS.read_text(encoding="utf-8")
+    for word, table in tables.items():
+        begin, end = f"<!-- gpu_account.py: {word} -->\n\n", f"\n\n<!-- end of {word} -->"
+        before, rest = text.split(begin)
+        text = before + begin + table + end + rest.split(end, 1)[1]
+    DOCS.write_text(text, encoding="utf-8")
 
 
 def print_detail(counts: Counts, tokens: int) -> None:
@@ -584,7 +623,12 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=16, help="random problems for `mismatches`")
     parser.add_argument("--detail", action="store_true", help="bytes, kernels, synchronisations, live memory by place")
     parser.add_argument("--json", action="store_true", help="one line of JSON, the last")
+    parser.add_argument("--docs", action="store_true", help="write the tables of docs/scaling.md; takes minutes")
     args = parser.parse_args()
+    if args.docs:
+        lines = [account(tokens, args.depths, args.detail) for tokens in DOCS_TOKENS]
+        write_docs(docs_tables(lines, speculators_step(TOKENS[0], args.depths)))
+        return 0
     began_s = time.monotonic()
     problems = check(args.cases, 0)
     for problem in problems:
