@@ -481,6 +481,10 @@ def _touched_blocks(anchor: torch.Tensor, depth: torch.Tensor, document: torch.T
 # -------------------- mismatches
 
 
+Trained = tuple[list[float], list[dict[str, torch.Tensor]]]
+"""Losses of steps and validation, and the gradients of each step."""
+
+
 def _small(case: random.Random, kind: str) -> dict[str, int]:
     heads = case.choice([(2, 1), (4, 2), (3, 1), (2, 2)])
     return {
@@ -491,7 +495,7 @@ def _small(case: random.Random, kind: str) -> dict[str, int]:
 
 def _train(
     config: DrafterConfig, rows: RandomRows, validation: RandomRows, plan: TrainPlan, world: World, padding: int
-) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+) -> Trained:
     """Losses of the steps and of the validation, and each step's gradients, on the CPU."""
     torch.manual_seed(0)
     drafter = Drafter(config).double()
@@ -516,7 +520,7 @@ def _train(
 
     def keep(self: Any, factor: float) -> None:
         grads = {name: tensor.grad for name, tensor in self._masters.tensors.items()}
-        found.append({name: pretended_gpu.on_host(grad).clone() for name, grad in grads.items()})
+        found.append({name: pretended_gpu.on_host(grad).detach().cpu().clone() for name, grad in grads.items()})
         step(self, factor)
 
     def padded(stored: list[StoredRow], num_pairs: int | None) -> Any:
@@ -581,6 +585,24 @@ class Case:
         return _train(self.config, rows, held_out, plan, world, self.padding)
 
 
+def differences(ours: Trained, theirs: Trained, loss_error: float, grad_error: float) -> list[str]:
+    """What differs between two runs of one case by more than the relative errors given, a line each."""
+    (losses, grads), (expected_losses, expected) = ours, theirs
+    if len(losses) != len(expected_losses) or len(grads) != len(expected) or not grads:
+        return [f"{len(losses)} losses, expected {len(expected_losses)}"]
+    found = []
+    for index, (loss, wanted) in enumerate(zip(losses, expected_losses)):
+        if not math.isclose(loss, wanted, rel_tol=loss_error * (1 if index == 0 else 4)):  # of stepped weights
+            found.append(f"loss {index} is {loss}, expected {wanted}")
+    for index, (mine, other) in enumerate(zip(grads, expected)):
+        whole = float(torch.stack([grad.norm() for grad in other.values()]).norm())
+        for key, grad in mine.items():  # where numbers are rounded a small gradient is measured by all of them
+            size = max(float(other[key].norm()), whole * (0.05 if loss_error > 1e-6 else 1e-6))
+            if not (grad - other[key]).norm() <= grad_error * size:
+                found.append(f"step {index}, the gradient of {key} differs")
+    return found
+
+
 def check(num_cases: int, first: int) -> list[str]:
     """Train random small problems on the pretended GPU, in float64 and in bfloat16: what differs from the CPU.
 
@@ -602,17 +624,8 @@ def check(num_cases: int, first: int) -> list[str]:
             except (RuntimeError, AssertionError) as error:
                 problems.append(f"{name}: {error}")
                 continue
-            if len(losses) != len(expected_losses) or len(grads) != len(expected) or not grads:
-                problems.append(f"{name}: {len(losses)} losses, expected {len(expected_losses)}")
-            for index, (loss, wanted) in enumerate(zip(losses, expected_losses)):
-                if not math.isclose(loss, wanted, rel_tol=loss_error * (1 if index == 0 else 4)):  # of stepped weights
-                    problems.append(f"{name}: loss {index} is {loss}, expected {wanted}")
-            for index, (ours, theirs) in enumerate(zip(grads, expected)):
-                whole = float(torch.stack([grad.norm() for grad in theirs.values()]).norm())
-                for key, grad in ours.items():  # rounding of a small gradient is measured by all of them
-                    size = max(float(theirs[key].norm()), whole * (0.05 if dtype == torch.bfloat16 else 1e-6))
-                    if not (grad - theirs[key]).norm() <= grad_error * size:
-                        problems.append(f"{name}: step {index}, the gradient of {key} differs")
+            ours, theirs = (losses, grads), (expected_losses, expected)
+            problems += [f"{name}: {line}" for line in differences(ours, theirs, loss_error, grad_error)]
     return problems
 
 
