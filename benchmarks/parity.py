@@ -20,7 +20,8 @@ from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import Batch
 from peagle.layout.cod import CodLayout
-from peagle.train.step import StepSettings, train_step
+from peagle.train.blocks import StepSettings
+from peagle.train.step import train_step
 from peagle.verifier.weights import VerifierHead
 
 LOSS_TOLERANCE = 1e-5

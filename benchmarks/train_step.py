@@ -84,7 +84,8 @@ def our_worker(options: argparse.Namespace) -> None:
     from peagle.drafter.network import Drafter
     from peagle.hidden_states.batch import Batch
     from peagle.kernels.cpu import native_attention_problem
-    from peagle.train.step import StepSettings, keep_pages, num_supervised, train_step
+    from peagle.train.blocks import StepSettings
+    from peagle.train.step import keep_pages, num_supervised, train_step
     from peagle.verifier.weights import VerifierHead
 
     torch.set_num_threads(1)
@@ -335,11 +336,15 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker != "peer" and not (options.block and options.chunk):
         from peagle.train.config import FitConfig
-        from peagle.train.plan import choose_sizes
+        from peagle.train.plan import Shape, choose_sizes
 
-        block, chunk = choose_sizes(
-            FitConfig().scratch_bytes(None), SIZES["hidden"], SIZES["inter"], SIZES["vocab"], options.tokens
+        shape = Shape(
+            hidden_size=SIZES["hidden"],
+            intermediate_size=SIZES["inter"],
+            draft_vocab_size=SIZES["vocab"],
+            num_keys=options.tokens,
         )
+        block, chunk = choose_sizes(FitConfig().scratch_bytes(None), shape)
         options.block = options.block or block
         options.chunk = options.chunk or chunk
     if options.worker:

@@ -181,7 +181,10 @@ def lower(case: Case) -> dict[str, str]:
         slots = MaskSlots(
             anchor=anchor, depth=depth, doc_start=torch.zeros_like(anchor), first=0, last=int(anchor[-1]) + 1
         )
-        mask, num_keys = slots.blocks, slots.padded.shape[1]
+        mask, num_keys = (
+            flex.block_mask(slots.anchor, slots.depth, slots.doc_start, slots.first, slots.last - slots.first),
+            slots.padded.shape[1],
+        )
     torch._dynamo.reset()
     backend = Lowering()
     dtype = getattr(torch, case.dtype)

@@ -10,12 +10,12 @@ from peagle.data.records import TokenRow
 from peagle.drafter.model_config import DrafterConfig
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import StoredRow
+from peagle.train.blocks import StepSettings
 from peagle.train.config import FitConfig
 from peagle.train.loop import FitResult, fit
 from peagle.train.parallel import World
 from peagle.train.plan import TrainPlan, resolve
 from peagle.train.sources import MemoryRows
-from peagle.train.step import StepSettings
 from peagle.verifier.weights import VerifierHead
 from tests.fakes import drafter_config
 

@@ -170,5 +170,5 @@ def test_parts_of_any_size_give_the_same_states(part_slots, monkeypatch):
     chains = layout.full(batch.is_supervised, batch.document_ids, STEPS)
     settings = step_settings(chunk_rows=50)
     whole = validate_step(model, head, batch, chains, settings, None)
-    monkeypatch.setattr("peagle.train.step.PART_SLOTS", part_slots)
+    monkeypatch.setattr("peagle.train.blocks.PART_SLOTS", part_slots)
     torch.testing.assert_close(validate_step(model, head, batch, chains, settings, None).loss_sum, whole.loss_sum)

@@ -87,6 +87,7 @@ def test_flex_equals_sdpa_forward_and_backward(kv_heads):
         doc_start=doc_start,
         first=0,
         last=int(layout.anchor_pos[-1]) + 1,
+        flex=flex.plan_blocks(layout.anchor_pos, layout.depth, doc_start, 0, int(layout.anchor_pos[-1]) + 1),
     )
     shapes = [(layout.num_slots, 4, 16), *[(seen.last, kv_heads, 16)] * 2, *[(layout.num_slots, kv_heads, 16)] * 2]
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -137,7 +138,13 @@ def test_R07_four_graphs_serve_every_length_with_and_without_gradients(heads, kv
         base = flex.block_mask(position, None, torch.zeros_like(position), 0, length)
         causal = position[None] <= position[:, None]
         for with_grad in (True, False):
-            for mask, dense in ((base, causal), (slots.blocks, slots.padded)):
+            for mask, dense in (
+                (base, causal),
+                (
+                    flex.block_mask(slots.anchor, slots.depth, slots.doc_start, slots.first, slots.last - slots.first),
+                    slots.padded,
+                ),
+            ):
                 shapes = [(heads, dense.shape[0]), (kv_heads, dense.shape[1]), (kv_heads, dense.shape[1])]
                 q, k, v = (torch.randn(1, h, rows, 16, requires_grad=with_grad) for h, rows in shapes)
                 with torch.set_grad_enabled(with_grad):

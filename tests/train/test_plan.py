@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tests.train.problem import ALONE
 
 CPU = torch.device("cpu")
 PROBLEM = native_attention_problem(CPU, torch.float32, 64)
-QWEN3_8B = (4096, 12288, 151936, 8192)
+QWEN3_8B = plan.Shape(hidden_size=4096, intermediate_size=12288, draft_vocab_size=151936, num_keys=8192)
 
 
 def config(**values) -> TrainConfig:
@@ -186,21 +187,25 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_a_larger_budget_never_gives_less(one: int, more: int) -> None:
-    small, large = (plan.choose_sizes(gb * 10**8, *QWEN3_8B) for gb in (one, one + more))
+    small, large = (plan.choose_sizes(gb * 10**8, QWEN3_8B) for gb in (one, one + more))
     assert small[0] <= large[0]
     assert small[1] <= large[1]
 
 
 def test_the_least_budget_is_where_sizes_begin_to_grow() -> None:
-    least = plan.least_budget(*QWEN3_8B)
-    assert plan.choose_sizes(least, *QWEN3_8B)[0] == plan.MIN_BLOCK_SLOTS
-    assert plan.choose_sizes(least // 2, *QWEN3_8B)[0] == plan.MIN_BLOCK_SLOTS
-    assert plan.choose_sizes(2 * least, *QWEN3_8B)[0] == 2 * plan.MIN_BLOCK_SLOTS
+    least = plan.least_budget(QWEN3_8B)
+    assert plan.choose_sizes(least, QWEN3_8B)[0] == plan.MIN_BLOCK_SLOTS
+    assert plan.choose_sizes(least // 2, QWEN3_8B)[0] == plan.MIN_BLOCK_SLOTS
+    assert plan.choose_sizes(2 * least, QWEN3_8B)[0] == 2 * plan.MIN_BLOCK_SLOTS
 
 
-def test_a_gpu_gives_a_sixteenth_of_its_memory() -> None:
-    assert FitConfig().scratch_bytes(80 * 10**9) == 5 * 10**9
-    assert plan.choose_sizes(5 * 10**9, *QWEN3_8B)[0] > 850
+def test_a_gpu_gives_an_eighth_of_its_memory_to_large_blocks() -> None:
+    assert FitConfig().scratch_bytes(80 * 10**9) == 10 * 10**9
+    by_flex = replace(QWEN3_8B, num_keys=0, itemsize=2)
+    slots, rows = plan.choose_sizes(10 * 10**9, by_flex, is_gpu=True)
+    assert 3000 < slots <= plan.MAX_GPU_BLOCK_SLOTS
+    assert rows == plan.MAX_GPU_CHUNK_ROWS
+    assert plan.choose_sizes(10 * 10**9, by_flex)[0] == plan.MAX_BLOCK_SLOTS
     assert FitConfig().scratch_bytes(None) == 1 << 30
 
 

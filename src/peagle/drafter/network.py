@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import ConfigError, one_line
-from peagle.kernels.cpu import rms_norm, swiglu
+from peagle.kernels.cpu import linear, rms_norm, swiglu
 
 # attend(layer, q [..., num_slots, num_heads, head_dim], k and v [..., num_slots, num_kv_heads, head_dim])
 #   -> [..., num_slots, num_heads * head_dim]; q and k arrive rotated.
@@ -74,7 +74,8 @@ class Attention(nn.Module):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., input_size] -> q [..., heads, head_dim], k and v [..., kv_heads, head_dim], not rotated yet."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (linear(x, one.weight, one.bias).unflatten(-1, (-1, self.head_dim)) for one in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
@@ -117,7 +118,8 @@ class Layer(nn.Module):
 
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output projection, then the MLP, each added to the residual: [..., hidden_size]."""
-        hidden = residual + self.self_attn.o_proj(attended)
+        project = self.self_attn.o_proj
+        hidden = residual + linear(attended, project.weight, project.bias)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
+from torch.nn import functional
 
 # Queries of a tile. The kernel passes over what a few neighbours do not see, so that only the keys count, which each
 # tile reads once: flat from 60 to 240.
@@ -117,7 +117,7 @@ def reference_attend(
         )
         scores = torch.einsum("qhd,khd->hqk", q[tile.own], k) * q.shape[-1] ** -0.5
         num_unmasked = k.shape[0] - tile.mask.shape[1]
-        probs = (scores + F.pad(tile.mask.to(q.dtype), (num_unmasked, 0))).softmax(-1)
+        probs = (scores + functional.pad(tile.mask.to(q.dtype), (num_unmasked, 0))).softmax(-1)
         out.append(torch.einsum("hqk,khd->qhd", probs, v).flatten(1))
     return torch.cat(out)
 
@@ -239,7 +239,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     taken.
     """
     if x.is_cuda:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return functional.rms_norm(x, weight.shape, weight, eps)
     if x.dtype in (torch.bfloat16, torch.float16):
         return _RmsNorm.apply(x.float(), weight.float(), eps).to(x.dtype)
     return _RmsNorm.apply(x, weight, eps)
@@ -265,34 +265,95 @@ class _RmsNorm(torch.autograd.Function):
         return x_grad, weight_grad, None
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight' + bias, [..., num_outputs]; the weight's gradient goes where `weight_grad` puts it."""
+    if getattr(weight, "main_grad", None) is None:
+        return functional.linear(x, weight, bias)
+    out: Tensor = _Linear.apply(x, weight)
+    return out if bias is None else out + bias
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        x_grad = (grad @ weight).reshape(x.shape) if ctx.needs_input_grad[0] else None
+        return x_grad, weight_grad(weight, grad.t(), x.reshape(-1, x.shape[-1]))
+
+
+def weight_grad(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+    """A weight's gradient a @ b, or None where it was added to `weight.main_grad`, float32, at once.
+
+    A narrow weight's gradients of many blocks then are neither rounded one by one nor written and read again.
+    """
+    total: Tensor | None = getattr(weight, "main_grad", None)
+    if total is None:
+        return a @ b
+    if a.device.type == "cuda" and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+    return None
+
+
 def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """down(silu(gate(x)) * up(x)), [..., hidden_size].
 
-    Autograd keeps four [num_slots, intermediate_size] tensors where two suffice.
+    Autograd keeps four [num_slots, intermediate_size] tensors where two suffice, and of a long context none.
     """
     return _SwiGlu.apply(x, gate_weight, up_weight, down_weight)
+
+
+# Rows whose inner tensors exist at a time in the backward, and from how many on none is kept from the forward.
+_SWIGLU_ROWS, _SWIGLU_LONG = 8192, 32768
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-        gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
-        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
-        return F.linear(F.silu(gate).mul_(up), down_weight)
+        weights = gate_weight, up_weight, down_weight
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) < _SWIGLU_LONG:
+            gate, up = functional.linear(x, gate_weight), functional.linear(x, up_weight)
+            ctx.save_for_backward(x, *weights, gate, up)
+            return functional.linear(functional.silu(gate).mul_(up), down_weight)
+        ctx.save_for_backward(x, *weights)
+        out = torch.empty_like(rows)
+        for given, made in zip(rows.split(_SWIGLU_ROWS), out.split(_SWIGLU_ROWS)):
+            inner = functional.silu(given @ gate_weight.t()).mul_(given @ up_weight.t())
+            torch.mm(inner, down_weight.t(), out=made)
+        return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
-        size = x.shape[-1]
-        grad, x2 = grads[0].reshape(-1, size), x.reshape(-1, size)
-        gate, up = gate.reshape(-1, gate.shape[-1]), up.reshape(-1, up.shape[-1])
-        inner = grad @ down_weight
-        activated = F.silu(gate)
-        down_grad = grad.t() @ (activated * up)
-        up_grad = activated.mul_(inner)
-        gate_grad = torch.ops.aten.silu_backward(inner.mul_(up), gate)
-        x_grad = (gate_grad @ gate_weight).add_(up_grad @ up_weight)
-        return x_grad.reshape(x.shape), gate_grad.t() @ x2, up_grad.t() @ x2, down_grad
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate_weight, up_weight, down_weight, *kept = ctx.saved_tensors
+        x_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        flat = [t.reshape(-1, t.shape[-1]).split(_SWIGLU_ROWS) for t in (x, grads[0], x_grad, *kept)]
+        sums: list[Tensor | None] = [None, None, None]
+        for given, grad, given_grad, *inside in zip(*flat):
+            gate, up = inside or (given @ gate_weight.t(), given @ up_weight.t())
+            inner = grad @ down_weight
+            activated = functional.silu(gate)
+            down_grad = weight_grad(down_weight, grad.t(), activated * up)
+            up_grad = activated.mul_(inner)
+            gate_grad = torch.ops.aten.silu_backward(inner.mul_(up), gate)
+            torch.mm(gate_grad, gate_weight, out=given_grad)
+            given_grad.addmm_(up_grad, up_weight)
+            found = (
+                weight_grad(gate_weight, gate_grad.t(), given),
+                weight_grad(up_weight, up_grad.t(), given),
+                down_grad,
+            )
+            sums = [one if total is None or one is None else total + one for total, one in zip(sums, found)]
+        return x_grad, *sums
 
 
 # -------------------- the C library

@@ -8,7 +8,7 @@ part of a block's mask slots against the pair slots up to their anchors and thei
 base pass leaves (`BasePass`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
 from peagle.kernels import cpu as kernels
 from peagle.kernels.cpu import Tile
 from peagle.train import flex
+from peagle.train.flex import FlexBlocks
 
 AttentionName = Literal["native", "sdpa", "reference", "flex"]
 # heads(q [num_queries, heads, dim], k, v [num_keys, kv_heads, dim], mask [num_queries, num_keys] or None for causal)
@@ -83,6 +83,8 @@ class MaskSlots:
     """First pair slot of each slot's document, int64, [num_slots]."""
     first: int
     last: int
+    flex: FlexBlocks | None = None
+    """The same for FlexAttention."""
 
     @cached_property
     def dense(self) -> Tensor:
@@ -102,11 +104,6 @@ class MaskSlots:
         """`dense` over keys as flex lays them out: pair slots padded to whole blocks."""
         return self._visible(self.first, -(self.last - self.first) % flex.BLOCK)
 
-    @cached_property
-    def blocks(self) -> BlockMask:
-        """The same for flex."""
-        return flex.block_mask(self.anchor, self.depth, self.doc_start, self.first, self.last - self.first)
-
     def _visible(self, begin: int, padding: int) -> Tensor:
         pairs = torch.arange(begin, self.last, device=self.anchor.device)
         anchor, depth = self.anchor[:, None], self.depth[:, None]
@@ -116,27 +113,25 @@ class MaskSlots:
 
 
 def base_attention(
-    name: AttentionName, bounds: list[tuple[int, int]], device: torch.device
+    name: AttentionName, bounds: Sequence[tuple[int, int]], lists: FlexBlocks | None
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Causal attention of pair slots, document by document.
 
     Args:
         name: the implementation.
         bounds: range of pair slots of each document, covering all of them.
-        device: where the slots are.
+        lists: the same for flex, on the device.
 
     Returns:
         attend(q, k, v), each [num_pairs, heads, head_dim] -> [num_pairs, heads * head_dim].
     """
     if name == "native":
-        tiles = kernels.causal_tiles(bounds)
+        tiles = kernels.causal_tiles(list(bounds))
         return lambda q, k, v: kernels.attend(q, (k, v), None, tiles, None)
     if name == "flex":
-        position = torch.arange(bounds[-1][1], device=device)
-        first, end = torch.tensor(bounds, device=device).T
-        start = first.repeat_interleave(end - first)
-        mask = flex.block_mask(position, None, start, 0, len(position))
-        dense = (position <= position[:, None]) & (position >= start[:, None]) if device.type == "cpu" else None
+        assert lists is not None
+        mask, position, start = lists.mask, torch.arange(bounds[-1][1]), lists.doc_start[: bounds[-1][1]]
+        dense = (position <= position[:, None]) & (position >= start[:, None]) if start.device.type == "cpu" else None
         return lambda q, k, v: flex.attend(q, k, v, mask, dense)
 
     def by_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -165,8 +160,14 @@ def rollout_attention(
         base = F.pad(base[0], (0, 0, 0, 0, 0, padding)), F.pad(base[1], (0, 0, 0, 0, 0, padding))
     k, v = (torch.cat(both) for both in zip(base, own))
     if name == "flex":
-        return flex.attend(q, k, v, slots.blocks, None if q.is_cuda else slots.padded)
+        assert slots.flex is not None
+        return flex.attend(q, k, v, slots.flex.mask, None if q.is_cuda else slots.padded)
     return HEADS[name](q, k, v, slots.dense)
+
+
+def zeros_for_sums(like: Tensor) -> Tensor:
+    """Where gradients of many blocks are added up: in bfloat16 the sum would lose what each adds."""
+    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 class GradientLeaf:
@@ -195,7 +196,7 @@ class GradientLeaf:
         if not self._with_grad:
             return self.tensor.detach()[where], None
         if self.grad is None:
-            self.grad = self.tensor.new_zeros(self.tensor.shape)
+            self.grad = zeros_for_sums(self.tensor)
         return self.tensor.detach()[where], self.grad[where]
 
     def collect(self) -> None:
@@ -203,8 +204,9 @@ class GradientLeaf:
         for where, leaf in self._leaves:
             if leaf.grad is not None:
                 if self.grad is None:
-                    self.grad = self.tensor.new_zeros(self.tensor.shape)
+                    self.grad = zeros_for_sums(self.tensor)
                 self.grad[where] += leaf.grad
+                leaf.grad = None  # the block's graph may keep the leaf itself
         self._leaves.clear()
 
 
@@ -215,7 +217,6 @@ class BasePass:
         embeds: token embeddings of the pair slots, [num_pairs, hidden_size].
         carried: what an EAGLE-3 chain starts from, [num_pairs, hidden_size].
         keys, values: of each layer, rotated, [num_pairs, num_kv_heads, head_dim].
-        bounds: range of pair slots of each document.
         with_grad: whether rollouts send gradients back.
     """
 
@@ -226,18 +227,12 @@ class BasePass:
         carried: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-        bounds: list[tuple[int, int]],
         with_grad: bool,
     ) -> None:
         self.embeds, self.carried = GradientLeaf(embeds, with_grad), GradientLeaf(carried, with_grad)
         self.keys = [GradientLeaf(k, with_grad) for k in keys]
         self.values = [GradientLeaf(v, with_grad) for v in values]
-        self.bounds = bounds
         self._leaves = [self.embeds, self.carried, *self.keys, *self.values]
-
-    def first_visible(self, anchor: int) -> int:
-        """The first pair slot of an anchor's document."""
-        return next(first for first, end in self.bounds if first <= anchor < end)
 
     def collect(self) -> None:
         """Take in the gradients of one block."""
@@ -245,5 +240,10 @@ class BasePass:
             leaf.collect()
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors of the graph with what was collected for them."""
-        return [(leaf.tensor, leaf.grad) for leaf in self._leaves if leaf.grad is not None]
+        """Tensors of the graph with what was collected for them, which is handed over."""
+        found = []
+        for leaf in self._leaves:
+            if leaf.grad is not None:
+                found.append((leaf.tensor, leaf.grad.to(leaf.tensor.dtype)))
+                leaf.grad = None
+        return found

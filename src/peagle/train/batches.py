@@ -18,6 +18,7 @@ from peagle.errors import DataError, StoreError
 from peagle.hidden_states.batch import Batch, StoredRow, pack
 from peagle.layout import CodLayout
 from peagle.layout.supervision import Extent, extent, label_positions
+from peagle.train.blocks import PackPlan, plan_pack
 from peagle.train.plan import TrainPlan
 
 Item = TypeVar("Item")
@@ -196,16 +197,14 @@ def share(group: list[Pack], num_ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class TrainingPack:
-    """One pack, ready for `train_step`; on the CPU."""
+    """One pack, ready for `train_step`."""
 
     batch: Batch
     layout: CodLayout
+    plan: PackPlan
 
-    @property
-    def supervised_by_depth(self) -> list[int]:
-        """Supervised slots of each depth, depth 0 first."""
-        deeper = torch.bincount(self.layout.depth[self.layout.is_supervised], minlength=self.layout.num_depths)
-        return [int(self.batch.is_supervised.sum()), *deeper[1:].tolist()]
+    supervised_by_depth: tuple[int, ...]
+    """Supervised slots of each depth, depth 0 first."""
 
     @property
     def num_supervised(self) -> int:
@@ -215,27 +214,29 @@ class TrainingPack:
     @property
     def num_pairs(self) -> int:
         """Pair slots without padding."""
-        return int((self.batch.document_ids >= 0).sum())
+        return self.plan.num_pairs
 
 
 def lay_out(rows: Rows, of: Pack, plan: TrainPlan, epoch: int | None) -> TrainingPack:
-    """Read a pack's states and draw its layout.
+    """Read a pack's states, draw its layout and plan its step; all on the CPU.
 
     Each row's is drawn from a generator seeded by (seed, epoch, row id), so that it depends neither on the rows it is
     packed with nor on the rank; epoch None takes all depths of all anchors (validation).
     """
     batch = pack([trim(rows.read(row_id)) for row_id in of.row_ids], None)
     if epoch is None:
-        return TrainingPack(batch, layout.full(batch.is_supervised, batch.document_ids, plan.num_depths))
-    drawn = layout.sample(
-        is_supervised=batch.is_supervised,
-        document_ids=batch.document_ids,
-        num_depths=plan.num_depths,
-        down_sample_ratio=plan.down_sample_ratio,
-        down_sample_ratio_min=plan.down_sample_ratio_min,
-        generators=[generator("cod", plan.seed, epoch, row_id) for row_id in of.row_ids],
-    )
-    return TrainingPack(batch, drawn)
+        drawn = layout.full(batch.is_supervised, batch.document_ids, plan.num_depths)
+    else:
+        drawn = layout.sample(
+            is_supervised=batch.is_supervised,
+            document_ids=batch.document_ids,
+            num_depths=plan.num_depths,
+            down_sample_ratio=plan.down_sample_ratio,
+            down_sample_ratio_min=plan.down_sample_ratio_min,
+            generators=[generator("cod", plan.seed, epoch, row_id) for row_id in of.row_ids],
+        )
+    planned = plan_pack(batch, drawn, plan.step, plan.drafter)
+    return TrainingPack(batch, drawn, planned, tuple(planned.total.tolist()))
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ _RUN: dict[str, JsonValue] = {"panel": "Run"}
 _CHAIN: dict[str, JsonValue] = {"panel": "EAGLE-3"}
 
 _CPU_BUDGET_BYTES = 1 << 30
-# Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 5 GB of 80.
-_GPU_BUDGET_SHARE = 16
+# Of a GPU's memory, whether free or not, so that blocks are the same from run to run: 10 GB of 80.
+_GPU_BUDGET_SHARE = 8
 # EAGLE-3's own flags and the loop's general ones that they stand for.
 _CHAIN_FLAGS = {"ttt_steps": "num_depths", "ttt_step_loss_decay": "depth_loss_decay"}
 # EAGLE-3 trains whole chains, without sampling, over the verifier's embedding.
@@ -113,7 +113,7 @@ class FitConfig(StageConfig):
     sdpa. A run prints which one it takes."""
     memory_budget: float | None = Field(None, gt=0, allow_inf_nan=False, json_schema_extra=_MACHINE)
     """GB for what blocks hold at a time: activations of their slots, rows of the vocabulary. They are cut to fit and
-    the gradient stays the same; the base pass comes on top. Unset: 1 on a CPU, a sixteenth of a GPU's memory."""
+    the gradient stays the same; the base pass comes on top. Unset: 1 on a CPU, an eighth of a GPU's memory."""
     activation_checkpointing: bool = Field(False, json_schema_extra=_MACHINE)
     """Keep one state per layer and token of the base pass and recompute the rest: for very long contexts."""
     fsdp_shard: bool = Field(False, json_schema_extra=_MACHINE)

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import Batch
-from peagle.layout.cod import visible
 from peagle.train.attention import BasePass, Heads
 
 
 @dataclass(frozen=True)
-class _ChainPart:
+class ChainPart:
     """Chains first .. last-1 of a block, whose attention is one call per step, and the pair slots they may see."""
 
     first: int
@@ -36,96 +35,120 @@ class _ChainPart:
     seen: slice
 
 
-@dataclass(frozen=True)
-class _ChainStep:
+@dataclass(frozen=True, kw_only=True)
+class ChainStep:
     """One step of a block's chains: those that reach this depth."""
 
     chains: Tensor
     """Which chains, ascending, int64, [num_going]."""
-    bounds: list[tuple[int, int]]
+    reaching: Tensor
+    """Their places among those of the step before, int64, [num_going]."""
+    anchor: Tensor
+    """Their anchors, int64, [num_going]."""
+    doc_start: Tensor
+    """First pair slot of their documents, int64, [num_going]."""
+    bounds: tuple[tuple[int, int], ...]
     """Range of `chains` that each part has."""
-    masks: list[Tensor]
-    """Of each part: what its chains see, pair slots first, then their own slots step by step."""
 
 
-def chain_rollout(
-    drafter: Drafter, batch: Batch, base: BasePass, anchor: Tensor, depth: Tensor, heads: Heads, part_slots: int
-) -> Tensor:
-    """Run the chains of one block.
+@dataclass(frozen=True, kw_only=True)
+class ChainPlan:
+    """A block's chains; made on a CPU, see `plan_chains`."""
+
+    anchor: Tensor
+    """Of each chain, int64, [num_chains]."""
+    parts: tuple[ChainPart, ...]
+    steps: tuple[ChainStep, ...]
+    order: Tensor
+    """Brings the steps' slots, one step after another, into the order of the block's, int64, [num_slots]."""
+
+
+def plan_chains(anchor: Tensor, depth: Tensor, doc_start: Tensor, part_slots: int) -> ChainPlan:
+    """Who goes on in which step of a block.
 
     Args:
-        drafter, batch, base: an EAGLE-3 drafter, a pack and its base pass.
-        anchor, depth: the block's slots, sorted by (anchor, depth), no chain with a gap, int64, [num_slots].
-        heads, part_slots: attention, and about how many chains one call of it takes.
-
-    Returns:
-        States after the final norm, in the order of the slots, [num_slots, hidden_size].
+        anchor, depth: the block's slots on the CPU, sorted by (anchor, depth), no chain with a gap, int64, [num_slots].
+        doc_start: first pair slot of each pair slot's document, int64, [num_pairs].
+        part_slots: about how many chains one call of attention takes.
     """
     starts = (depth == 1).nonzero()[:, 0]
     first_anchor = anchor[starts]
     lengths = torch.diff(starts, append=starts.new_tensor([anchor.numel()]))
-    parts = _parts(first_anchor.tolist(), base, part_slots)
-    seen = [[(k.read(part.seen), v.read(part.seen)) for part in parts] for k, v in zip(base.keys, base.values)]
+    cuts = [*range(0, max(1, starts.numel() - part_slots // 2), part_slots), starts.numel()]
+    begins, anchors = doc_start[first_anchor].tolist(), first_anchor.tolist()
+    parts = tuple(ChainPart(a, b, slice(begins[a], anchors[b - 1] + 1)) for a, b in pairwise(cuts))
+    edges = torch.tensor([edge for part in parts for edge in (part.first, part.last)])
+    going = torch.arange(starts.numel())
+    steps, slots = [], []
+    for step in range(1, int(lengths.max()) + 1):
+        reaching = (lengths[going] >= step).nonzero()[:, 0]
+        going = going[reaching]
+        places = torch.searchsorted(going, edges).tolist()
+        at = first_anchor[going]
+        steps.append(
+            ChainStep(
+                chains=going,
+                reaching=reaching,
+                anchor=at,
+                doc_start=doc_start[at],
+                bounds=tuple(zip(places[::2], places[1::2])),
+            )
+        )
+        slots.append(starts[going] + step - 1)
+    return ChainPlan(anchor=first_anchor, parts=parts, steps=tuple(steps), order=torch.argsort(torch.cat(slots)))
+
+
+def chain_rollout(drafter: Drafter, batch: Batch, base: BasePass, plan: ChainPlan, heads: Heads) -> Tensor:
+    """Run the chains of one block.
+
+    Args:
+        drafter, batch, base: an EAGLE-3 drafter, a pack and its base pass.
+        plan: the block's chains, on the device.
+        heads: attention.
+
+    Returns:
+        States after the final norm, in the order of the block's slots, [num_slots, hidden_size].
+    """
+    seen = [[(k.read(part.seen), v.read(part.seen)) for part in plan.parts] for k, v in zip(base.keys, base.values)]
     own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in base.keys]
-    steps: list[_ChainStep] = []
-    carried = base.carried.read(first_anchor)
-    going = torch.arange(starts.numel(), device=anchor.device)
-    states, slots = [], []
+    masks: list[Tensor] = []
+    done: list[ChainStep] = []
+    carried = base.carried.read(plan.anchor)
+    states = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own[layer].append((k, v))
         out = []
-        for index, (first, last) in enumerate(steps[-1].bounds):
+        for index, (first, last) in enumerate(done[-1].bounds):
             if first == last:
                 continue
-            ranges = [slice(*step.bounds[index]) for step in steps]
+            ranges = [slice(*step.bounds[index]) for step in done]
             base_k, base_v = seen[layer][index]
             all_k = torch.cat([base_k, *(keys[rows] for (keys, _), rows in zip(own[layer], ranges))])
             all_v = torch.cat([base_v, *(values[rows] for (_, values), rows in zip(own[layer], ranges))])
-            out.append(heads(q[first:last], all_k, all_v, steps[-1].masks[index]))
+            out.append(heads(q[first:last], all_k, all_v, masks[index]))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    for step in range(1, int(lengths.max()) + 1):
-        reaching = (lengths[going] >= step).nonzero()[:, 0]
-        going, carried = going[reaching], carried[reaching]
-        steps.append(_step(going, steps, parts, first_anchor, batch.document_ids))
-        at = first_anchor[going]
-        entered = drafter.enter(base.embeds.read(at + step), carried)
-        raw = drafter.carried_pass(entered, batch.rope_pos[at] + step, attend)
+    for number, step in enumerate(plan.steps, 1):
+        carried = carried[step.reaching]
+        done.append(step)
+        masks[:] = [_seen_by_chains(part, done, index) for index, part in enumerate(plan.parts)]
+        entered = drafter.enter(base.embeds.read(step.anchor + number), carried)
+        raw = drafter.carried_pass(entered, batch.rope_pos[step.anchor] + number, attend)
         states.append(drafter.norm(raw))
-        slots.append(starts[going] + step - 1)
         carried = drafter.fed_back(raw, states[-1])
-    return torch.cat(states)[torch.argsort(torch.cat(slots))]
+    return torch.cat(states)[plan.order]
 
 
-def _parts(anchors: list[int], base: BasePass, part_slots: int) -> list[_ChainPart]:
-    """Cut a block's chains into parts of about `part_slots`, and find the pair slots that each may see."""
-    cuts = [*range(0, max(1, len(anchors) - part_slots // 2), part_slots), len(anchors)]
-    return [
-        _ChainPart(first, last, slice(base.first_visible(anchors[first]), anchors[last - 1] + 1))
-        for first, last in pairwise(cuts)
-    ]
+def _seen_by_chains(part: ChainPart, steps: list[ChainStep], index: int) -> Tensor:
+    """What the last step's chains of a part see: pair slots first, then the part's own slots step by step.
 
-
-def _step(
-    going: Tensor, before: list[_ChainStep], parts: list[_ChainPart], anchors: Tensor, document_ids: Tensor
-) -> _ChainStep:
-    edges = torch.tensor([edge for part in parts for edge in (part.first, part.last)], device=going.device)
-    places = torch.searchsorted(going, edges).tolist()
-    bounds = list(zip(places[::2], places[1::2]))
-    masks = []
-    for index, part in enumerate(parts):
-        mine = going[slice(*bounds[index])]
-        keys = [step.chains[slice(*step.bounds[index])] for step in before] + [mine]
-        pairs = torch.arange(part.seen.start, part.seen.stop, device=going.device)
-        key_depth = [torch.full_like(chains, step) for step, chains in enumerate(keys, 1)]
-        masks.append(
-            visible(
-                anchors[mine],
-                torch.full_like(mine, len(keys)),
-                torch.cat([pairs, *(anchors[chains] for chains in keys)]),
-                torch.cat([torch.zeros_like(pairs), *key_depth]),
-                document_ids,
-            )
-        )
-    return _ChainStep(going, bounds, masks)
+    The closed form of `layout.visible`: pair slots of the document up to the anchor, and the chain's own.
+    bool, [num_going, num_pairs + num_own]
+    """
+    last = steps[-1]
+    mine = slice(*last.bounds[index])
+    pairs = torch.arange(part.seen.start, part.seen.stop, device=last.anchor.device)
+    context = (pairs <= last.anchor[mine, None]) & (pairs >= last.doc_start[mine, None])
+    chains = torch.cat([step.chains[slice(*step.bounds[index])] for step in steps])
+    return torch.cat([context, chains == last.chains[mine, None]], 1)

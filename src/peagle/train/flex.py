@@ -8,7 +8,8 @@ it has no backward there, so gradients come from the written-out reference (a ch
 """
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -69,33 +70,62 @@ def key_blocks(
     return some & ~everything, everything
 
 
-def block_mask(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int) -> BlockMask:
+@dataclass(frozen=True, kw_only=True)
+class FlexBlocks:
+    """FlexAttention's mask as what it is made of, so that a CPU can plan it and a copy brings it: see `plan_blocks`."""
+
+    lists: tuple[Tensor, ...]
+    """Counts and indices of key blocks by query block, partly and wholly seen, then of query blocks by key block: the
+    eight of a `BlockMask`, int32."""
+    anchor: Tensor
+    """int64, [padded_length(num_queries)], as are `doc_start` and `depth`."""
+    doc_start: Tensor
+    depth: Tensor | None
+    first: int
+    num_keys: int
+    num_queries: int
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        """On the device of the tensors, without a kernel."""
+        anchor, doc_start, depth = self.anchor, self.doc_start, self.depth
+        first, num_keys, num_queries = self.first, self.num_keys, self.num_queries
+        base_len = padded_length(num_keys) if depth is None else -(-num_keys // BLOCK) * BLOCK
+        query_len = anchor.numel()
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            pair = key + first
+            context = (key < num_keys) & (pair <= anchor[query]) & (pair >= doc_start[query])
+            if depth is None:
+                return context
+            other = (key - base_len).clamp(min=0)
+            is_own = (key >= base_len) & (other < num_queries)
+            return context | (is_own & (anchor[other] == anchor[query]) & (depth[other] <= depth[query]))
+
+        lengths = (query_len, base_len + (0 if depth is None else query_len))
+        return BlockMask(lengths, *self.lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)  # type: ignore[arg-type]
+
+
+def plan_blocks(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int) -> FlexBlocks:
     """FlexAttention's mask for queries over `[pair slots, padding to whole blocks, own keys]`; see `key_blocks`."""
     num_queries, query_len = anchor.numel(), padded_length(anchor.numel())
-    base_len = padded_length(num_keys) if depth is None else -(-num_keys // BLOCK) * BLOCK
-    key_len = base_len + (query_len if depth is not None else 0)
     some, everything = key_blocks(anchor, depth, doc_start, first, num_keys)
     # The mask reads padded tensors: one row would be a constant size, for which dynamic shapes compile again.
     repeated = torch.arange(query_len, device=anchor.device).clamp(max=num_queries - 1)
-    anchor, doc_start = anchor[repeated], doc_start[repeated]
-    depth = None if depth is None else depth[repeated]
-
-    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        pair = key + first
-        context = (key < num_keys) & (pair <= anchor[query]) & (pair >= doc_start[query])
-        if depth is None:
-            return context
-        other = (key - base_len).clamp(min=0)
-        is_own = (key >= base_len) & (other < num_queries)
-        return context | (is_own & (anchor[other] == anchor[query]) & (depth[other] <= depth[query]))
-
-    return BlockMask.from_kv_blocks(
-        *_packed(some),
-        *_packed(everything),
-        BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=sees,
-        seq_lengths=(query_len, key_len),
+    return FlexBlocks(
+        lists=(*_packed(some), *_packed(everything), *_packed(some.T), *_packed(everything.T)),
+        anchor=anchor[repeated],
+        doc_start=doc_start[repeated],
+        depth=None if depth is None else depth[repeated],
+        first=first,
+        num_keys=num_keys,
+        num_queries=num_queries,
     )
+
+
+def block_mask(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int) -> BlockMask:
+    """The mask itself, where nothing is planned beforehand."""
+    return plan_blocks(anchor, depth, doc_start, first, num_keys).mask
 
 
 def _packed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from peagle import log
 from peagle.drafter.network import Drafter
 from peagle.errors import PeagleError, TrainingError
 from peagle.train.batches import Pack, Ready, Rows, TrainingPack, ahead, lay_out, packs, share
+from peagle.train.blocks import upload
 from peagle.train.checkpoints import INTERRUPTED, Keeper, Progress
 from peagle.train.config import FitConfig
 from peagle.train.loss import verifier_choices
@@ -246,8 +247,8 @@ class _Loop:
             divisor, settings = 1.0, replace(settings, depth_weights=tuple(weights))
         with self.masters.step():
             for one in loaded:
-                batch, slots = one.batch.to(device, self.plan.dtype), one.layout.to(device)
-                results.append(train_step(self.drafter, self.head, batch, slots, divisor, settings))
+                one = upload(one, device, self.plan.dtype)
+                results.append(train_step(self.drafter, self.head, one.batch, one.layout, divisor, settings, one.plan))
         sums = sums_of(world.sum(add_up(results, self.plan.num_depths, device)))
         norm = float(self.masters.norm())
         if not self._is_finite(sums, norm, ready.item):
@@ -345,14 +346,14 @@ class _Loop:
             if ready.made is None:
                 error = ready.error
                 break
-            batch, slots = ready.made.batch.to(world.device, plan.dtype), ready.made.layout.to(world.device)
+            one = upload(ready.made, world.device, plan.dtype)
             # 2. With a pruned vocabulary, a choice outside it counts as missed.
             choices = None
             if self.full_head is not None:
                 with torch.no_grad():
-                    normed = self.full_head.normed(batch.last_states)
+                    normed = self.full_head.normed(one.batch.last_states)
                     choices = verifier_choices(self.full_head, normed, self.drafter.draft_ids, plan.step.chunk_rows)
-            results.append(validate_step(self.drafter, self.head, batch, slots, plan.step, choices))
+            results.append(validate_step(self.drafter, self.head, one.batch, one.layout, plan.step, choices, one.plan))
         # 3. Sums over ranks.
         added = add_up(results, plan.num_depths, world.device)
         world.check(error)

@@ -180,7 +180,7 @@ def head_loss(
             torch.mm(logits, weight, out=grad[rows])
             grad[rows].mul_(scale)
             if weight_grad is not None:
-                _add_product_(weight_grad, logits.t(), states[rows] * scale)
+                _add_product_(weight_grad, logits.t(), (states[rows] * scale).to(logits.dtype))
     return RowLoss(losses, is_correct, grad)
 
 

@@ -96,7 +96,8 @@ class Masters:
         A rank that ran nothing adds zeros: it still meets the others. Collective.
         """
         sharded: dict[str, Tensor] = dict(self.drafter.named_parameters()) if self.is_sharded else {}
-        # 1. The backward passes. Where the network computes in another type, each block's gradient is added up at once.
+        # 1. The backward passes. Where the network computes in another type, each block's gradient is added up at once:
+        #    by the backward itself (`kernels.weight_grad`), or as it arrives.
         with self.whole():
             parameters = {name: p for name, p in self.drafter.named_parameters() if name in self.tensors}
             grads: dict[str, Tensor] = {}
@@ -109,16 +110,18 @@ class Masters:
                 grads[name] = grads[name].add_(grad) if name in grads else grad.to(self.dtype)
                 parameter.grad = None
 
-            hooks = [
-                p.register_post_accumulate_grad_hook(partial(take, name))
-                for name, p in parameters.items()
-                if p.dtype != self.dtype
-            ]
+            narrow = {name: p for name, p in parameters.items() if p.dtype != self.dtype}
+            hooks = [p.register_post_accumulate_grad_hook(partial(take, name)) for name, p in narrow.items()]
+            for name, parameter in narrow.items():
+                if parameter.dim() == 2 and not name.startswith((EMBEDDING, HEAD)):
+                    grads[name] = parameter.main_grad = torch.zeros_like(parameter, dtype=self.dtype)  # type: ignore[attr-defined]
             try:
                 yield
             finally:
                 for hook in hooks:
                     hook.remove()
+                for parameter in narrow.values():
+                    parameter.main_grad = None  # type: ignore[attr-defined]
             for name, parameter in parameters.items():
                 take(name, parameter)
                 if name not in grads:

@@ -16,9 +16,9 @@ from peagle.drafter.model_config import DrafterConfig
 from peagle.errors import ConfigError
 from peagle.kernels import cpu as kernels
 from peagle.train.attention import AttentionName
+from peagle.train.blocks import StepSettings
 from peagle.train.config import CHAIN_SETTINGS, FitConfig, TrainConfig, flag_of
 from peagle.train.parallel import World
-from peagle.train.step import StepSettings
 
 # AdamW moves every number by about its rate, and an output sums `width` of them, so that the rate has to fall as the
 # width grows: as 1 / width, by the rule of maximal-update parametrisation. Measured at a width of 192 alone, 2e-3
@@ -28,8 +28,10 @@ _LR_BESIDE_MUON = 8e-4
 # Muon's step is scaled to AdamW's size (match_rms_adamw), yet it bears a larger rate.
 _MUON_LR_RATIO = 10.0
 
-MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS = 128, 1024
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 16, 1024
+# Slots of depth >= 1 of a block, rows of a chunk. On a CPU more of them gain nothing; a GPU's matrix products want
+# thousands of rows, and every block adds each weight's gradient once.
+MIN_BLOCK_SLOTS, MAX_BLOCK_SLOTS, MAX_GPU_BLOCK_SLOTS = 128, 640, 8192
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS, MAX_GPU_CHUNK_ROWS = 16, 1024, 2048
 # A half of the budget for a block, an eighth for a chunk.
 _BLOCK_PART, _CHUNK_PART = 2, 8
 
@@ -120,7 +122,7 @@ def resolve(config: FitConfig, drafter: DrafterConfig, world: World) -> TrainPla
     automatic = "bfloat16" if world.device.type == "cuda" else "float32"
     dtype = DTYPES[automatic if config.dtype == "auto" else config.dtype]
     attention = _attention(config, drafter, dtype, world.device)
-    block_slots, chunk_rows = _sizes(config, drafter, world.device)
+    block_slots, chunk_rows = _sizes(config, drafter, dtype, attention, world.device)
     step = StepSettings(
         loss=config.loss_fn,
         depth_weights=tuple(decay**depth for depth in range(config.num_depths)),
@@ -176,48 +178,70 @@ def _attention(config: FitConfig, drafter: DrafterConfig, dtype: torch.dtype, de
     return config.attention
 
 
-def _sizes(config: FitConfig, drafter: DrafterConfig, device: torch.device) -> tuple[int, int]:
-    shape = drafter.hidden_size, drafter.intermediate_size, drafter.draft_vocab_size, config.total_seq_len
+def _sizes(
+    config: FitConfig, drafter: DrafterConfig, dtype: torch.dtype, attention: AttentionName, device: torch.device
+) -> tuple[int, int]:
     is_gpu = device.type == "cuda"
+    shape = Shape(
+        hidden_size=drafter.hidden_size,
+        intermediate_size=drafter.intermediate_size,
+        draft_vocab_size=drafter.draft_vocab_size,
+        num_keys=0 if attention == "flex" and is_gpu else config.total_seq_len,
+        itemsize=dtype.itemsize if is_gpu else 4,
+    )
     budget = config.scratch_bytes(int(torch.cuda.get_device_properties(device).total_memory) if is_gpu else None)
-    least = least_budget(*shape)
+    least = least_budget(shape)
     if config.memory_budget is not None and budget < least:
         raise ConfigError(
             f"--memory-budget {config.memory_budget:g}: the smallest blocks of this drafter, with packs of "
             f"{config.total_seq_len} tokens, need {math.ceil(least / 1e7) / 100:g} (GB); give that or more"
         )
-    return choose_sizes(budget, *shape)
+    return choose_sizes(budget, shape, is_gpu)
 
 
-def choose_sizes(
-    budget_bytes: int, hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int
-) -> tuple[int, int]:
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the memory of a block and a chunk follows from."""
+
+    hidden_size: int
+    intermediate_size: int
+    draft_vocab_size: int
+    num_keys: int
+    """Pair slots of the longest batch, whose scores a block holds; 0 where attention holds none."""
+    itemsize: int = 4
+    """Bytes of a number."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a chunk: about two rows of the vocabulary, its logits and the verifier's of its label."""
+        return self.itemsize * 2 * self.draft_vocab_size
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a block: a slot's activations in four layers at once, and its scores."""
+        return 4 * self.itemsize * (24 * self.hidden_size + 6 * self.intermediate_size) + 5 * self.num_keys
+
+
+def choose_sizes(budget_bytes: int, shape: Shape, is_gpu: bool = False) -> tuple[int, int]:
     """Block and chunk sizes that keep a step's scratch memory (beyond the base pass) within the budget.
-
-    A head chunk holds about 2 rows of the vocabulary per row (its logits, and the verifier's of its label), a block the
-    activations of its slots in every layer at once and its attention scores against up to `num_pairs` keys.
 
     Args:
         budget_bytes: too small for the smallest block or chunk, it gets these all the same.
-        hidden_size, intermediate_size, draft_vocab_size: of the drafter.
-        num_pairs: pair slots of the longest batch.
+        shape: of the drafter and its longest batch.
+        is_gpu: whether blocks may be as large as a GPU likes them.
 
     Returns:
-        (slots of a block, rows of a chunk).
+        (slots of depth >= 1 of a block, rows of a chunk).
     """
-    row_bytes, slot_bytes = _bytes_each(hidden_size, intermediate_size, draft_vocab_size, num_pairs)
-    chunk, block = budget_bytes // _CHUNK_PART // row_bytes, budget_bytes // _BLOCK_PART // slot_bytes
-    return max(MIN_BLOCK_SLOTS, min(MAX_BLOCK_SLOTS, block)), max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, chunk))
+    most_slots = MAX_GPU_BLOCK_SLOTS if is_gpu else MAX_BLOCK_SLOTS
+    most_rows = MAX_GPU_CHUNK_ROWS if is_gpu else MAX_CHUNK_ROWS
+    block, chunk = budget_bytes // _BLOCK_PART // shape.slot_bytes, budget_bytes // _CHUNK_PART // shape.row_bytes
+    return max(MIN_BLOCK_SLOTS, min(most_slots, block)), max(MIN_CHUNK_ROWS, min(most_rows, chunk))
 
 
-def least_budget(hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int) -> int:
-    """The bytes that the smallest block and chunk take; arguments as of `choose_sizes`."""
-    row_bytes, slot_bytes = _bytes_each(hidden_size, intermediate_size, draft_vocab_size, num_pairs)
-    return max(MIN_BLOCK_SLOTS * _BLOCK_PART * slot_bytes, MIN_CHUNK_ROWS * _CHUNK_PART * row_bytes)
-
-
-def _bytes_each(hidden_size: int, intermediate_size: int, draft_vocab_size: int, num_pairs: int) -> tuple[int, int]:
-    return 4 * 2 * draft_vocab_size, 4 * (24 * hidden_size + 6 * intermediate_size) * 4 + 5 * num_pairs
+def least_budget(shape: Shape) -> int:
+    """The bytes that the smallest block and chunk take."""
+    return max(MIN_BLOCK_SLOTS * _BLOCK_PART * shape.slot_bytes, MIN_CHUNK_ROWS * _CHUNK_PART * shape.row_bytes)
 
 
 def default_config(drafter: DrafterConfig, dtype: str) -> FitConfig:

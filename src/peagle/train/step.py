@@ -26,35 +26,16 @@ from peagle.hidden_states.batch import Batch
 from peagle.kernels import cpu as kernels
 from peagle.kernels.cpu import Tile
 from peagle.layout.cod import CodLayout
-from peagle.train.attention import HEADS, AttentionName, BasePass, MaskSlots, base_attention, rollout_attention
+from peagle.train.attention import HEADS, AttentionName, BasePass, base_attention, rollout_attention, zeros_for_sums
+from peagle.train.blocks import BlockPlan, PackPlan, StepSettings, plan_pack, upload
 from peagle.train.eagle3 import chain_rollout
-from peagle.train.loss import LossName, Targets, head_loss, plan_labels
+from peagle.train.loss import Targets, head_loss
 from peagle.verifier.weights import VerifierHead
 
-# Queries of one attention call: a call's slots see one another's keys only inside their chains, so fewer of them waste
-# less, and more of them make larger matrix products. Measured at 2,048 tokens; flat between 96 and 256.
-PART_SLOTS = 160
-FLEX_CHAIN_SLOTS = 1024
 # Pair slots from which pages go back to the system between the parts of a step.
 LONG_PACK = 6144
 # Of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """How a step is computed. Only `loss` and `depth_weights` change what is computed."""
-
-    loss: LossName
-    depth_weights: tuple[float, ...]
-    """Weight of each depth's slots in the loss, depth 0 first."""
-    attention: AttentionName
-    block_slots: int
-    """Slots (pair slots that are supervised, and mask slots) of a block; at least one anchor's."""
-    chunk_rows: int
-    """Rows whose logits are held at a time."""
-    checkpoint_base: bool
-    """Keep one hidden state per layer and token of the base pass, and recompute the rest in its backward."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +52,6 @@ class StepResult:
     """Chains whose slots of depths 0 .. k all are correct, int64, [num_depths]; only with the full layout a measure."""
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Anchors first .. last-1 of the pack, and the range of the layout's slots that hang on them."""
-
-    first_anchor: int
-    last_anchor: int
-    first_slot: int
-    last_slot: int
-
-
 def train_step(
     drafter: Drafter,
     head: VerifierHead,
@@ -88,6 +59,7 @@ def train_step(
     layout: CodLayout,
     total_supervised: float,
     settings: StepSettings,
+    plan: PackPlan | None = None,
 ) -> StepResult:
     """Add the gradient of sum(loss of supervised slots) / total_supervised to each parameter's `.grad`.
 
@@ -98,8 +70,11 @@ def train_step(
         layout: slots of depth >= 1 of this batch.
         total_supervised: the count of supervised slots of the WHOLE optimizer step, over batches and ranks.
         settings: see `StepSettings`.
+        plan: what `plan_pack` made of batch and layout with these sizes and this attention, on their device. None: made
+            here, which reads their indices back.
     """
-    result = _step(drafter, head, batch, layout, settings, total_supervised=total_supervised, choices=None)
+    plan = plan or _planned(drafter, batch, layout, settings)
+    result = _step(drafter, head, batch, plan, settings, total_supervised=total_supervised, choices=None)
     give_back_pages(batch.pair_ids.numel(), batch.pair_ids.device)
     return result
 
@@ -112,9 +87,11 @@ def validate_step(
     layout: CodLayout,
     settings: StepSettings,
     choices: Tensor | None,
+    plan: PackPlan | None = None,
 ) -> StepResult:
     """The same sums without gradients; `choices` is the verifier's choice per label (`Targets.choices`), or None."""
-    return _step(drafter, head, batch, layout, settings, total_supervised=None, choices=choices)
+    plan = plan or _planned(drafter, batch, layout, settings)
+    return _step(drafter, head, batch, plan, settings, total_supervised=None, choices=choices)
 
 
 def num_supervised(batch: Batch, layout: CodLayout) -> int:
@@ -122,20 +99,27 @@ def num_supervised(batch: Batch, layout: CodLayout) -> int:
     return int(batch.is_supervised.sum()) + int(layout.is_supervised.sum())
 
 
+def _planned(drafter: Drafter, batch: Batch, layout: CodLayout, settings: StepSettings) -> PackPlan:
+    device, dtype = batch.aux_states.device, batch.aux_states.dtype
+    if device.type != "cpu":
+        indices = ("pair_ids", "rope_pos", "document_ids", "label_of_pair")
+        batch = replace(batch, **{name: getattr(batch, name).cpu() for name in indices})
+    return upload(plan_pack(batch, layout.to(torch.device("cpu")), settings, drafter.config), device, dtype)
+
+
 def _step(
     drafter: Drafter,
     head: VerifierHead,
     batch: Batch,
-    layout: CodLayout,
+    plan: PackPlan,
     settings: StepSettings,
     *,
     total_supervised: float | None,
     choices: Tensor | None,
 ) -> StepResult:
     """One batch; `total_supervised` None computes no gradients."""
-    sums = _Sums(layout.num_depths, batch.pair_ids.device)
-    num_rows = num_supervised(batch, layout)
-    if num_rows == 0:
+    sums = _Sums(plan.total)
+    if plan.num_rows == 0:
         return sums.result()
     with_grad = total_supervised is not None
 
@@ -144,11 +128,10 @@ def _step(
         targets = Targets(head.normed(batch.last_states), head, choices)  # [num_labels, hidden_size]
 
     # 2. Base pass over the pair slots, padding left out.
-    num_pairs = int((batch.document_ids >= 0).sum())
-    bounds = _document_bounds(batch.document_ids[:num_pairs])
+    num_pairs = plan.num_pairs
     embeds, hidden = drafter.embed_pairs(batch.pair_ids[:num_pairs], batch.aux_states[:num_pairs])
     cos, sin = drafter.rotary(batch.rope_pos[:num_pairs], hidden.dtype)  # [num_pairs, 1, head_dim]
-    attend = base_attention(settings.attention, bounds, hidden.device)
+    attend = base_attention(settings.attention, plan.bounds, plan.base_flex)
     carried, keys, values = drafter.base_pass(
         embeds=embeds, hidden=hidden, cos=cos, sin=sin, attend=attend,
         checkpoint=settings.checkpoint_base and with_grad,
@@ -156,81 +139,68 @@ def _step(
     give_back_pages(num_pairs, carried.device)
     states = drafter.norm(carried)  # [num_pairs, hidden_size]
     states_read, state_grad = states.detach(), torch.zeros_like(states) if with_grad else None
+    has_slots = any(block.anchor.numel() for block in plan.blocks)
     base = BasePass(
         embeds=embeds,
         carried=drafter.fed_back(carried, states),
         keys=keys,
         values=values,
-        bounds=bounds,
-        with_grad=with_grad and layout.num_slots > 0,
+        with_grad=with_grad and has_slots,
     )
-    masks = _MaskLayer0(drafter, with_grad) if layout.num_slots and drafter.mask_hidden is not None else None
+    masks = _MaskLayer0(drafter, with_grad) if has_slots and drafter.mask_hidden is not None else None
     weight = drafter.lm_head.weight
-    weight_grad = torch.zeros_like(weight) if with_grad and weight.requires_grad else None
-    logits_buffer = weight.new_empty(min(settings.chunk_rows, num_rows), weight.shape[0])
+    weight_grad = zeros_for_sums(weight) if with_grad and weight.requires_grad else None
+    longest = max(chunk.end - chunk.begin for block in plan.blocks for chunk in block.labels.chunks)
+    logits_buffer = weight.new_empty(longest, weight.shape[0])
+    exact = torch.promote_types(states.dtype, torch.float32)
+    depth_weight = torch.tensor(settings.depth_weights, dtype=exact, device=states.device) / (total_supervised or 1.0)
 
-    for block in _blocks(batch.is_supervised[:num_pairs], layout, settings.block_slots):
+    for block in plan.blocks:
         # 3. States of the block's mask slots, or of its chains' steps.
-        slots = slice(block.first_slot, block.last_slot)
-        anchor, depth = layout.anchor_pos[slots], layout.depth[slots]
         rolled = None
-        if anchor.numel():
-            with torch.set_grad_enabled(with_grad):  # -> [num_slots, hidden_size]
-                if masks is not None:
-                    rolled = _rollout(
-                        drafter, masks, batch, base, anchor=anchor, depth=depth, attention=settings.attention
-                    )
-                else:
-                    # A chain's steps lie apart among the keys: no closed form for flex, so sdpa, in larger parts.
-                    is_flex = settings.attention == "flex"
-                    heads = HEADS["sdpa" if is_flex else settings.attention]
-                    part_slots = FLEX_CHAIN_SLOTS if is_flex else PART_SLOTS
-                    rolled = chain_rollout(
-                        drafter, batch, base, anchor=anchor, depth=depth, heads=heads, part_slots=part_slots
-                    )
+        with torch.set_grad_enabled(with_grad):  # -> [num_slots, hidden_size]
+            if block.chains is not None:
+                # A chain's steps lie apart among the keys: no closed form for flex.
+                heads = HEADS["sdpa" if settings.attention == "flex" else settings.attention]
+                rolled = chain_rollout(drafter, batch, base, block.chains, heads)
+            elif masks is not None and block.parts:
+                rolled = _rollout(drafter, masks, base, block, settings.attention)
 
         # 4. Rows of the head: the block's supervised pair slots, then its supervised mask slots; sorted by label.
-        pairs = torch.arange(block.first_anchor, block.last_anchor, device=anchor.device)
-        pairs = pairs[batch.is_supervised[pairs]]
-        chosen = layout.is_supervised[slots].nonzero()[:, 0]
-        row_depth = torch.cat([torch.zeros_like(pairs), depth[chosen]])  # [num_rows]
-        row_anchor = torch.cat([pairs, anchor[chosen]])
-        label_rows = batch.label_of_pair[row_anchor + row_depth]
-        order = torch.argsort(label_rows, stable=True)
-        read = states_read[pairs]
+        read = states_read[block.pairs]
         if rolled is not None:
-            read = torch.cat([read, rolled.detach()[chosen]])  # [num_rows, hidden_size]
-        row_weight = torch.full_like(label_rows, 1.0, dtype=read.dtype) / (total_supervised or 1.0)
-        row_weight = row_weight * row_weight.new_tensor(settings.depth_weights)[row_depth]
+            read = torch.cat([read, rolled.detach()[block.chosen]])  # [num_rows, hidden_size]
 
         # 5. Loss, and its gradient by the states that the head reads.
-        plan = plan_labels(label_rows[order].cpu(), settings.chunk_rows, weight.shape[0])
-        plan = replace(plan, labels=plan.labels.to(order.device), label_of_row=plan.label_of_row.to(order.device))
         with torch.no_grad():
             rows = head_loss(
-                states=read[order],
+                states=read[block.order],
                 weight=weight,
-                plan=plan,
-                row_weight=row_weight[order],
+                plan=block.labels,
+                row_weight=depth_weight[block.row_depth],
                 targets=targets,
                 loss=settings.loss,
                 logits_buffer=logits_buffer,
                 with_grad=with_grad,
                 weight_grad=weight_grad,
             )
-        sums.add(rows.loss, rows.is_correct, row_anchor[order], row_depth[order])
+        sums.add(rows.loss, rows.is_correct, block)
         if rows.grad is None or state_grad is None:
             continue
 
         # 6. Backward through the block; what it asks of the base pass is collected.
         read_grad = torch.empty_like(read)
-        read_grad[order] = rows.grad
-        state_grad[pairs] += read_grad[: pairs.numel()]
-        if rolled is not None and chosen.numel():
+        read_grad[block.order] = rows.grad
+        num_read = block.pairs.numel()
+        state_grad[block.pairs] += read_grad[:num_read]
+        if rolled is not None and block.chosen.numel():
             rolled_grad = torch.zeros_like(rolled)
-            rolled_grad[chosen] = read_grad[pairs.numel() :]
+            rolled_grad[block.chosen] = read_grad[num_read:]
             torch.autograd.backward([rolled], [rolled_grad])
             base.collect()
+            if masks is not None:
+                masks.collect()
+        del rows, read, read_grad, rolled
 
     # 7. One backward through the base pass, and through layer 0 of the mask slots.
     if state_grad is not None:
@@ -240,38 +210,25 @@ def _step(
         if masks is not None:
             masks.backward()
         if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype)
             weight.grad = weight_grad if weight.grad is None else weight.grad.add_(weight_grad)
     return sums.result()
 
 
-def _document_bounds(document_ids: Tensor) -> list[tuple[int, int]]:
-    """Range of pair slots of each document, in order."""
-    _, counts = torch.unique_consecutive(document_ids, return_counts=True)
-    ends = counts.cumsum(0).tolist()
-    return list(zip([0, *ends[:-1]], ends))
-
-
 def _rollout(
-    drafter: Drafter,
-    masks: _MaskLayer0,
-    batch: Batch,
-    base: BasePass,
-    anchor: Tensor,
-    depth: Tensor,
-    attention: AttentionName,
+    drafter: Drafter, masks: _MaskLayer0, base: BasePass, block: BlockPlan, attention: AttentionName
 ) -> Tensor:
     """One block's mask slots: their states, [num_slots, hidden_size]."""
     is_native = attention == "native"
-    part_slots = None if attention == "flex" else kernels.TILE_ROWS if is_native else PART_SLOTS
-    parts = _attention_parts(anchor, depth, base.bounds, batch.document_ids, part_slots)
-    context = slice(parts[0][1].first, parts[-1][1].last)
-    rope_pos = batch.rope_pos[anchor] + depth
+    context = slice(block.parts[0][1].first, block.parts[-1][1].last)
     tiles = []
     if is_native:
-        for own, slots in parts:
+        for own, slots in block.parts:
             tiles.append(Tile(own, slice(slots.first - context.start, slots.last - context.start), slots.tile_mask))
     # In layer 0 mask slots are one vector turned by position: those at one position are equal queries.
-    first_tiles = [replace(tile, distinct_id=rope_pos[tile.own].unique(return_inverse=True)[1].int()) for tile in tiles]
+    first_tiles = [
+        replace(tile, distinct_id=block.rope_pos[tile.own].unique(return_inverse=True)[1].int()) for tile in tiles
+    ]
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = base.keys[index], base.values[index]
@@ -280,41 +237,13 @@ def _rollout(
             grads = None if k_grad is None or v_grad is None else (k_grad, v_grad)
             return kernels.attend(q, (base_k, base_v), (k, v), tiles if index else first_tiles, grads)
         out = []
-        for own, slots in parts:
+        for own, slots in block.parts:
             seen = slice(slots.first, slots.last)
             pairs = keys.read(seen), values.read(seen)
             out.append(rollout_attention(attention, q[own], pairs, (k[own], v[own]), slots))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    return drafter.norm(drafter.carried_pass(masks.entered, rope_pos, attend))
-
-
-def _attention_parts(
-    anchor: Tensor, depth: Tensor, bounds: list[tuple[int, int]], document_ids: Tensor, part_slots: int | None
-) -> list[tuple[slice, MaskSlots]]:
-    """Cut a block's slots into parts of one document and about `part_slots`, never inside a chain.
-
-    Smaller parts mask away less. None: one part, of however many documents.
-    """
-    starts = (depth == 1).nonzero()[:, 0]
-    documents = document_ids[anchor[starts]].tolist()
-    cuts, begin, document = [], 0, documents[0]
-    for here, after, own_document in zip(starts.tolist(), [*starts[1:].tolist(), anchor.numel()], documents):
-        is_full = part_slots is not None and (own_document != document or after - begin > part_slots)
-        if is_full and here > begin:
-            cuts.append((begin, here))
-            begin = here
-        document = own_document
-    cuts.append((begin, anchor.numel()))
-    doc_start = torch.tensor([first for first, _ in bounds], device=anchor.device)[document_ids[anchor]]
-    parts = []
-    for begin, end in cuts:
-        own, last = slice(begin, end), int(anchor[end - 1]) + 1
-        slots = MaskSlots(
-            anchor=anchor[own], depth=depth[own], doc_start=doc_start[own], first=int(doc_start[begin]), last=last
-        )
-        parts.append((own, slots))
-    return parts
+    return drafter.norm(drafter.carried_pass(masks.entered, block.rope_pos, attend))
 
 
 class _MaskLayer0:
@@ -325,49 +254,37 @@ class _MaskLayer0:
         made = drafter.enter(embeds, hidden)
         self._roots = [made.q, made.k, made.v, made.residual]
         self._leaves = [root.detach().requires_grad_(with_grad and root.requires_grad) for root in self._roots]
+        self._totals = [zeros_for_sums(root) for root in self._roots]
         self.entered = Entered(*self._leaves)
+
+    def collect(self) -> None:
+        """Take in the gradients of one block."""
+        for total, leaf in zip(self._totals, self._leaves):
+            if leaf.grad is not None:
+                total += leaf.grad
+                leaf.grad = None
 
     def backward(self) -> None:
         """Send what the blocks collected on to `mask_hidden`, `fc`, layer 0 and the mask token's embedding."""
-        pairs = [(root, leaf.grad) for root, leaf in zip(self._roots, self._leaves) if leaf.grad is not None]
+        pairs = [(root, total.to(root.dtype)) for root, total in zip(self._roots, self._totals) if root.requires_grad]
         if pairs:
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-
-
-def _blocks(is_supervised: Tensor, layout: CodLayout, block_slots: int) -> list[_Block]:
-    """Cut the anchors into blocks of about `block_slots` rows; an anchor's chain is never cut."""
-    num_pairs = is_supervised.numel()
-    per_anchor = torch.bincount(layout.anchor_pos, minlength=num_pairs)
-    slots_before = [0, *per_anchor.cumsum(0).tolist()]
-    rows_before = [0, *(per_anchor + is_supervised.to(torch.int64)).cumsum(0).tolist()]
-    blocks, first = [], 0
-    for anchor in range(num_pairs):
-        if rows_before[anchor + 1] - rows_before[first] > block_slots and anchor > first:
-            blocks.append(_Block(first, anchor, slots_before[first], slots_before[anchor]))
-            first = anchor
-    blocks.append(_Block(first, num_pairs, slots_before[first], slots_before[num_pairs]))
-    return [b for b in blocks if rows_before[b.last_anchor] > rows_before[b.first_anchor]]
 
 
 class _Sums:
     """Adds up a step's rows by depth."""
 
-    def __init__(self, num_depths: int, device: torch.device) -> None:
-        self.loss = torch.zeros(num_depths, dtype=torch.float64, device=device)
-        self.correct, self.total, self.prefix = (
-            torch.zeros(num_depths, dtype=torch.int64, device=device) for _ in range(3)
-        )
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self.loss = torch.zeros(total.shape, dtype=torch.float64, device=total.device)
+        self.correct, self.prefix = torch.zeros_like(total), torch.zeros_like(total)
 
-    def add(self, loss: Tensor, is_correct: Tensor, anchor: Tensor, depth: Tensor) -> None:
-        """Rows in any order; all rows of an anchor come in one call."""
-        self.loss.index_add_(0, depth, loss.to(torch.float64))
-        self.correct.index_add_(0, depth, is_correct.to(torch.int64))
-        self.total.index_add_(0, depth, torch.ones_like(depth))
-        if not depth.numel():
-            return
-        base = int(anchor.min())
-        table = torch.zeros(int(anchor.max()) - base + 1, self.total.numel(), dtype=torch.int64, device=depth.device)
-        table[anchor - base, depth] = is_correct.to(torch.int64)
+    def add(self, loss: Tensor, is_correct: Tensor, block: BlockPlan) -> None:
+        """A block's rows, in the order of its labels."""
+        self.loss.index_add_(0, block.row_depth, loss.to(torch.float64))
+        table = self.total.new_zeros(block.last_anchor - block.first_anchor, self.total.numel())
+        table[block.row_anchor, block.row_depth] = is_correct.to(torch.int64)
+        self.correct += table.sum(0)
         self.prefix += table.cumprod(1).sum(0)
 
     def result(self) -> StepResult:
