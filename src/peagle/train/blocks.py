@@ -6,8 +6,9 @@ then reads no index back from its device: a GPU would finish all queued work fir
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -213,7 +214,7 @@ def _attention_parts(
 def upload(made: Made, device: torch.device, dtype: torch.dtype) -> Made:
     """Records of tensors (batch, layout, plan) on a device: floats in `dtype`, all integers of one type in one copy.
 
-    From page-locked memory (`pinned`) the copies run beside the host and beside other streams' kernels.
+    From page-locked memory the copies run beside the host and beside other streams' kernels.
     """
     if device.type == "cpu":
         return _each_tensor(made, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
@@ -238,9 +239,47 @@ def upload(made: Made, device: torch.device, dtype: torch.dtype) -> Made:
     )
 
 
-def pinned(made: Made) -> Made:
-    """The same records, their floats in page-locked memory: for a data thread, before `upload`."""
-    return _each_tensor(made, lambda tensor: tensor.pin_memory() if tensor.is_floating_point() else tensor)
+class Uploads:
+    """Packs on their way to the device: the next one is copied while the one before is computed.
+
+    On a GPU they go from page-locked memory over a stream of their own; a CPU is where they are already.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def stage(self, packs: list[Made]) -> list[Made]:
+        """In the data thread: into page-locked memory."""
+        if self._stream is None:
+            return packs
+        with torch.cuda.stream(self._stream):  # a thread's own device is the first one
+            return _each_tensor(packs, lambda tensor: tensor.pin_memory() if tensor.is_floating_point() else tensor)
+
+    def begin(self, pack: Made) -> tuple[Made, torch.cuda.Event | None]:
+        """Start a copy, in any thread."""
+        if self._stream is None:
+            return upload(pack, self.device, self.dtype), None
+        with torch.cuda.stream(self._stream):
+            return upload(pack, self.device, self.dtype), self._stream.record_event()
+
+    def each(self, packs: list[Made], begun: tuple[Made, torch.cuda.Event | None] | None) -> Iterator[Made]:
+        """Packs on the device, in order; of the first the copy may have `begun`."""
+        for index, pack in enumerate(packs):
+            moved, event = begun or self.begin(pack)
+            begun = self.begin(packs[index + 1]) if index + 1 < len(packs) and self._stream is not None else None
+            if event is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(event)
+                _each_tensor(moved, partial(_used_by, stream=current))
+            yield moved
+            del moved
+
+
+def _used_by(tensor: Tensor, *, stream: torch.cuda.Stream) -> Tensor:
+    """Tell the allocator, which would otherwise reuse the memory for the next copy while `stream` still reads it."""
+    tensor.record_stream(stream)
+    return tensor
 
 
 def _each_tensor(made: Any, change: Callable[[Tensor], Tensor]) -> Any:

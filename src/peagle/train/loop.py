@@ -25,7 +25,7 @@ from peagle import log
 from peagle.drafter.network import Drafter
 from peagle.errors import PeagleError, TrainingError
 from peagle.train.batches import Pack, Ready, Rows, TrainingPack, ahead, lay_out, packs, share
-from peagle.train.blocks import upload
+from peagle.train.blocks import Uploads
 from peagle.train.checkpoints import INTERRUPTED, Keeper, Progress
 from peagle.train.config import FitConfig
 from peagle.train.loss import verifier_choices
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # A run whose gradients are not finite so often in a row has a cause that more steps do not cure.
 _MOST_NOT_FINITE = 3
+# Packs of more tokens are not copied to the device before their step: two of them at once would cost it gigabytes.
+_LONG_PACK = 32_768
 
 
 @dataclass
@@ -110,6 +112,16 @@ class _Item:
     packs_in_epoch: int
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """This rank's packs of a step."""
+
+    packs: list[TrainingPack]
+    """Where they were read to."""
+    first: tuple[TrainingPack, torch.cuda.Event | None] | None
+    """The first one's copy on the device, begun while the step before is computed."""
+
+
 class _Loop:
     """The state of one run on one rank."""
 
@@ -128,6 +140,7 @@ class _Loop:
         self.drafter, self.rows, self.validation_rows = drafter, rows, validation_rows
         self.plan, self.world, self.keeper, self.log = plan, world, keeper, log
         self.result = FitResult()
+        self.uploads = Uploads(world.device, plan.dtype)
         self._not_finite_in_a_row = 0
         # 1. The rows' lengths.
         self.lengths = _lengths(rows)
@@ -210,14 +223,16 @@ class _Loop:
             self.rows.expect([row_id for item in left for one in item.mine for row_id in one.row_ids])
             yield from items
 
-    def _load(self, item: _Item) -> list[TrainingPack]:
-        return [lay_out(self.rows, one, self.plan, item.epoch) for one in item.mine]
+    def _load(self, item: _Item) -> _Loaded:
+        packs = self.uploads.stage([lay_out(self.rows, one, self.plan, item.epoch) for one in item.mine])
+        is_long = self.plan.total_seq_len > _LONG_PACK
+        return _Loaded(packs, self.uploads.begin(packs[0]) if packs and not is_long else None)
 
-    def _step(self, ready: Ready[_Item, list[TrainingPack]], interrupt: Interrupt) -> StepMetrics | None:
+    def _step(self, ready: Ready[_Item, _Loaded], interrupt: Interrupt) -> StepMetrics | None:
         """One optimizer step; None if nothing in it was supervised, or its gradient was thrown away."""
         began_s, world, device = time.monotonic(), self.world, self.world.device
         # 1. Counts over ranks, and whether one of them failed or was told to stop.
-        loaded = ready.made or []
+        loaded = ready.made.packs if ready.made is not None else []
         by_depth = [one.supervised_by_depth for one in loaded]
         counts = [float(sum(depths[d] for depths in by_depth)) for d in range(self.plan.num_depths)]
         counts += [
@@ -246,8 +261,7 @@ class _Loop:
             weights = (weight / max(1, count) for weight, count in zip(settings.depth_weights, totals))
             divisor, settings = 1.0, replace(settings, depth_weights=tuple(weights))
         with self.masters.step():
-            for one in loaded:
-                one = upload(one, device, self.plan.dtype)
+            for one in self.uploads.each(loaded, ready.made.first if ready.made is not None else None):
                 results.append(train_step(self.drafter, self.head, one.batch, one.layout, divisor, settings, one.plan))
         sums = sums_of(world.sum(add_up(results, self.plan.num_depths, device)))
         norm = float(self.masters.norm())
@@ -342,11 +356,11 @@ class _Loop:
         results: list[StepResult] = []
         error: Exception | None = None
         ready: Ready
-        for ready in ahead(mine, lambda one: lay_out(self.validation_rows, one, plan, None)):
+        for ready in ahead(mine, lambda one: self.uploads.stage([lay_out(self.validation_rows, one, plan, None)])):
             if ready.made is None:
                 error = ready.error
                 break
-            one = upload(ready.made, world.device, plan.dtype)
+            (one,) = self.uploads.each(ready.made, None)
             # 2. With a pruned vocabulary, a choice outside it counts as missed.
             choices = None
             if self.full_head is not None:
