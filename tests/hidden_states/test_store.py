@@ -15,7 +15,7 @@ from peagle.errors import DiskError, StoreError
 from peagle.files import sha256_file
 from peagle.hidden_states import writer as writer_module
 from peagle.hidden_states.batch import StoredRow
-from peagle.hidden_states.store import RowEntry, StoreReader, StoreSpec, index_paths, read_spec
+from peagle.hidden_states.store import RowEntry, StoreReader, StoreSpec, all_finite, index_paths, read_spec
 from peagle.hidden_states.writer import StoreWriter
 from tests import fakes
 
@@ -159,17 +159,44 @@ def damage(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_shard_is_named_when_its_first_row_is_read_and_others_still_read(store):
+def test_a_damaged_row_is_named_when_it_is_read_and_others_still_read(store):
     shard = store / "shard-00001.safetensors"
     damage(shard)
     reader = StoreReader.open(store)
     inside = [entry["row_id"] for entry in json.loads(shard.with_suffix(".json").read_text())["rows"]]
+    refused = {}
+    for stored in ROWS:
+        try:
+            reader.read(stored.row.row_id)
+        except StoreError as error:
+            refused[stored.row.row_id] = str(error)
+    ((row_id, message),) = refused.items()
+    assert row_id in inside
+    assert f"shard-00001.safetensors holds other states for row {row_id}" in message
+    assert "peagle extract" in message
+
+
+def test_a_damaged_shard_of_an_earlier_store_is_refused_whole(store):
+    shard = store / "shard-00001.safetensors"
+    _forget_row_checksums(shard)
+    assert_same(StoreReader.open(store), ROWS)
+    damage(shard)
+    inside = [entry["row_id"] for entry in json.loads(shard.with_suffix(".json").read_text())["rows"]]
+    reader = StoreReader.open(store)
     for stored in ROWS:
         if stored.row.row_id in inside:
             with pytest.raises(StoreError, match=r"shard-00001\.safetensors has another checksum.*peagle extract"):
                 reader.read(stored.row.row_id)
         else:
             reader.read(stored.row.row_id)
+
+
+def _forget_row_checksums(shard_path):
+    """The index as earlier versions wrote it."""
+    index = json.loads(shard_path.with_suffix(".json").read_text())
+    for entry in index["rows"]:
+        assert len(entry.pop("states_xxh3", "0" * 32)) == 32
+    shard_path.with_suffix(".json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("how", ["bit", "cut", "gone", "index"])
@@ -210,6 +237,7 @@ def _reseal(shard_path):
     index = json.loads(shard_path.with_suffix(".json").read_text())
     index |= {"bytes": shard_path.stat().st_size, "sha256": sha256_file(shard_path)}
     shard_path.with_suffix(".json").write_text(json.dumps(index))
+    _forget_row_checksums(shard_path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -224,6 +252,32 @@ def test_H06_one_nan_or_inf_in_a_stored_row_is_refused_by_the_rows_name(store, p
     reader.read("row-0")
     with pytest.raises(StoreError, match=f"row row-1: {part} hold NaN or infinity"):
         reader.read("row-1")
+
+
+def test_R02_a_state_that_nothing_reads_may_be_nan(store):
+    """Nothing is drafted from a row's last token; the one before it counts."""
+    shard = store / "shard-00000.safetensors"
+    tensors = load_file(shard)
+    tensors["aux_states.1"][-1, 3] = float("nan")
+    save_file(tensors, shard)
+    _reseal(shard)
+    assert StoreReader.open(store).read("row-1").aux_states[-1, 3].isnan()
+    tensors["aux_states.1"][-2, 3] = float("nan")
+    save_file(tensors, shard)
+    _reseal(shard)
+    with pytest.raises(StoreError, match="row row-1: aux_states hold NaN"):
+        StoreReader.open(store).read("row-1")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_finite_by_bits_is_what_torch_says(dtype):
+    numbers = torch.tensor([0.0, -0.0, 1e-8, -1e-8, 1.5, torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
+    assert all_finite(numbers)
+    for bad in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        for place in range(len(numbers)):
+            changed = numbers.clone()
+            changed[place] = bad
+            assert not all_finite(changed[None].expand(3, -1))
 
 
 def test_a_rows_tokens_are_checked_against_their_own_hashes(store):

@@ -12,12 +12,13 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -36,7 +37,7 @@ PARTS = ("input_ids", "loss_mask", "aux_states", "label_pos", "last_states")
 SPEC_FILE = "store.json"
 _OPEN_SHARDS = 256
 _HEADER_BYTES = 95  # of the safetensors header, per tensor
-_INDEX_BYTES = 370  # of the index, per row
+_INDEX_BYTES = 420  # of the index, per row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +167,9 @@ class RowEntry:
     """Of the token ids."""
     mask_sha256: str
     """Of the loss mask and the two fields above. Both hashes say whether the row is still the one that was prepared."""
+    states_xxh3: str = field(default="", compare=False)
+    """Checksum of the states and their positions as stored (`states_checksum`); empty in earlier stores, whose shards
+    are verified whole."""
 
     @staticmethod
     def read(fields: dict[str, Any]) -> RowEntry:
@@ -287,7 +291,7 @@ def index_paths(folder: Path) -> list[Path]:
 
 
 class StoreReader:
-    """Rows of a store, by id. A shard's checksum is verified when its first row is read, once per process."""
+    """Rows of a store, by id. A row's checksum is verified when it is read first, once per process."""
 
     def __init__(self, folder: Path, spec: StoreSpec, is_complete: bool, shards: Sequence[Shard]) -> None:
         self.folder, self.spec, self.is_complete = folder, spec, is_complete
@@ -295,8 +299,7 @@ class StoreReader:
         for shard in shards:
             for place, entry in enumerate(shard.rows):
                 self._places[entry.row_id] = (shard, place)
-        self._verified: set[Path] = set()
-        self._finite: set[str] = set()
+        self._verified: set[Path | str] = set()
         self._open: dict[Path, Any] = {}
         self._lock = threading.Lock()
 
@@ -346,25 +349,29 @@ class StoreReader:
         row = entry.row(*self._tensors(shard, place, PARTS[:2]))
         if row is None:
             raise damaged(shard, f"holds other tokens for row {row_id} than its index says")
-        # 2. its states, in a shard that is whole
-        if shard.path not in self._verified:
+        # 2. its states, which are as they were written
+        if not entry.states_xxh3 and shard.path not in self._verified:
             if fault := shard.fault():
                 raise damaged(shard, fault)
             self._verified.add(shard.path)
-        aux, label_pos, last = self._tensors(shard, place, PARTS[2:])
-        # 3. which are what the spec says, and finite
+        states = self._tensors(shard, place, PARTS[2:])
+        aux, label_pos, last = states
+        is_new = row_id not in self._verified
+        if is_new and entry.states_xxh3 and states_checksum(states) != entry.states_xxh3:
+            raise damaged(shard, f"holds other states for row {row_id} than when it was written")
+        # 3. which are what the spec says, and finite where training reads them: of the last token nothing is drafted
         if misfit := self.spec.misfit(entry, aux, last):
             raise StoreError(
                 f"{shard.path}: {misfit} by {SPEC_FILE}; one of the two is of another store: extract again into "
                 "another folder"
             )
-        if row_id not in self._finite:
-            for name, states in (("aux_states", aux), ("last_states", last)):
-                if not torch.isfinite(states).all():
+        if is_new:
+            for name, part in (("aux_states", aux[:-1]), ("last_states", last)):
+                if not all_finite(part):
                     raise StoreError(
                         f"{shard.path}: row {row_id}: {name} hold NaN or infinity; it cannot be trained on"
                     )
-            self._finite.add(row_id)
+            self._verified.add(row_id)
         return StoredRow(row, aux, label_pos.to(torch.int64), last)
 
     def _tensors(self, shard: Shard, place: int, names: Sequence[str]) -> list[Tensor]:
@@ -378,6 +385,30 @@ class StoreReader:
             return [handle.get_tensor(f"{name}.{place}") for name in names]
         except (SafetensorError, OSError) as error:
             raise damaged(shard, f"cannot be read ({error})") from None
+
+
+def states_checksum(parts: Sequence[Tensor]) -> str:
+    """XXH3 (128 bit) of a row's tensors as stored, in hexadecimal; seven times as fast as SHA-256."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(_bits(part).data)
+    return digest.hexdigest()
+
+
+def all_finite(states: Tensor) -> bool:
+    """Whether no number is NaN or infinite, by its exponent's bits: on a CPU `torch.isfinite` reads 0.2 GB/s of
+    bfloat16, this some thirty times as much."""
+    bits = _bits(states).reshape(-1)
+    # Without the sign, what is not finite has the largest exponent.
+    least = {torch.bfloat16: 0xFF00, torch.float16: 0xF800, torch.float32: 0xFF000000}[states.dtype]
+    piece = 1 << 17  # stays in a core's cache
+    return all(int((bits[i : i + piece] << 1).max()) < least for i in range(0, bits.size, piece))
+
+
+def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor's bytes as unsigned integers of its width."""
+    signed = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+    return signed.numpy().view({2: np.uint16, 4: np.uint32}[tensor.dtype.itemsize])
 
 
 def _sha256(values: list[int]) -> str:

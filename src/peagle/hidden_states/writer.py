@@ -6,7 +6,7 @@ import fcntl
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ from peagle.hidden_states.store import (
     index_paths,
     read_index,
     read_spec,
+    states_checksum,
     write_spec,
 )
 
@@ -144,6 +145,7 @@ def write_shard(folder: Path, number: int, rows: list[StoredRow]) -> Shard:
     With no space left it is a DiskError, and nothing of this shard remains.
     """
     tensors: dict[str, Tensor] = {}
+    entries = []
     for place, stored in enumerate(rows):
         parts = (
             torch.tensor(stored.row.input_ids, dtype=torch.int32),
@@ -152,12 +154,13 @@ def write_shard(folder: Path, number: int, rows: list[StoredRow]) -> Shard:
             stored.label_pos.to(torch.int32),
             stored.last_states.contiguous(),
         )
+        entries.append(replace(RowEntry.of(stored.row), states_xxh3=states_checksum(parts[2:])))
         tensors |= {f"{name}.{place}": tensor for name, tensor in zip(PARTS, parts)}
     path = folder / f"shard-{number:05d}.safetensors"
     with whole_file(path) as temporary:
         save_file(tensors, temporary)
         num_bytes, digest = temporary.stat().st_size, sha256_file(temporary)
-    shard = Shard(path, num_bytes, digest, tuple(RowEntry.of(stored.row) for stored in rows))
+    shard = Shard(path, num_bytes, digest, tuple(entries))
     index = {"file": path.name, "bytes": num_bytes, "sha256": digest, "rows": [asdict(entry) for entry in shard.rows]}
     write_json(path.with_suffix(".json"), index)
     return shard

@@ -86,8 +86,7 @@ def fit(
         TrainingError: nothing to train on, or gradients that stay not finite.
         DataError: a row longer than a pack.
     """
-    if world.device.type == "cpu":
-        keep_pages()
+    keep_pages()
     plan = settings if isinstance(settings, TrainPlan) else resolve(settings, drafter.config, world)
     return _Loop(
         drafter=drafter,
