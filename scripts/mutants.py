@@ -76,6 +76,12 @@ MUTATIONS = {
         "return DraftVocab(ordered, ordered - torch.arange(len(ordered)), t2d)",
         "return DraftVocab(ordered, ordered, t2d)",
     ),
+    "E08": (
+        "evaluate/counts.py",
+        "return self.num_drafts * self.num_speculative_tokens if self.drafted is None else self.drafted",
+        "return self.num_drafts * self.num_speculative_tokens",
+    ),
+    "X13": ("evaluate/counts.py", "if here < _STEEPEST_FALL * before:", "if False:"),
     "H01": ("vllm/states.py", "if states.shape[0] != len(sent):", "if False:"),
     "H02": (
         "verifier/local.py",

@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 
@@ -11,6 +12,7 @@ from peagle.evaluate.counts import (
     context_bucket,
     expected_speedups,
     figures,
+    implausible,
     pool,
     report,
     table,
@@ -188,3 +190,76 @@ def test_sequential_drafting_costs_more_with_each_token():
 
 def test_nothing_measured_has_no_best():
     assert best([]) is None
+
+
+def test_E08_the_servers_own_number_of_drafted_tokens_counts():
+    counts = PassCounts(3, (3, 2, 2, 1, 1), 15, drafted=12)
+    assert counts.num_draft_tokens == 12
+    assert pool([counts, PassCounts(1, (1, 1, 1, 1, 1), 6)], 5).num_draft_tokens == 17
+    # Drafts of 5 and 2 tokens: the one that was long enough had all of it accepted.
+    assert PassCounts(2, (2, 2, 1, 1, 1), 9, drafted=7).conditional_per_position == (1, 1, 1, 1, 1)
+
+
+def test_E08_a_conditional_share_that_the_counts_leave_open_is_not_told():
+    # 5 + 5 + 2 and 4 + 4 + 4 tokens: position 3 was reached by 2 or 3 drafts, of which 1 was accepted.
+    assert PassCounts(3, (3, 3, 1, 0, 0), 0, drafted=12).conditional_per_position[:3] == (1, 1, None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_E08_conditional_shares_are_those_of_the_drafts_or_not_told(seed):
+    draw = random.Random(seed)
+    depth = draw.randint(1, 5)
+    lengths = [draw.randint(1, depth) for _ in range(draw.randint(1, 6))]
+    accepted = [draw.randint(0, length) for length in lengths]
+    counts = PassCounts(
+        len(lengths), tuple(sum(a > k for a in accepted) for k in range(depth)), 0, drafted=sum(lengths)
+    )
+    for place, share in enumerate(counts.conditional_per_position):
+        reached = [a > place for a, n in zip(accepted, lengths) if a >= place and n > place]
+        if share is not None:
+            assert share == pytest.approx(sum(reached) / len(reached))
+
+
+def test_E02_tokens_that_reached_the_user_stand_beside_the_acceptance_length():
+    """One answer: its first token, then a pass of 5 accepted ones and the bonus, of which the third ends the answer."""
+    counts = PassCounts(1, (1, 1, 1, 1, 1), 4, num_answers=1)
+    assert counts.acceptance_length == 6
+    assert counts.tokens_per_pass == 3
+    assert figures(counts)["tokens_per_pass"] == 3
+    # Nothing cut, every pass with a draft: both are the same.
+    assert PassCounts(10, (7, 4), 22, num_answers=1).tokens_per_pass == pytest.approx(2.1)
+    assert PassCounts(10, (7, 4), 22).tokens_per_pass is None
+
+
+def test_E04_passes_that_checked_no_draft_are_counted():
+    counts = PassCounts(1, (1, 1, 1), 104, num_answers=1)
+    assert counts.passes_without_draft == 99
+    assert counts.acceptance_length == 4
+    assert counts.tokens_per_pass == pytest.approx(1.03)
+    assert PassCounts(0, (0, 0, 0), 5, num_answers=1).passes_without_draft == 4
+    both = pool([counts, PassCounts(10, (7, 4, 0), 22, num_answers=1)], 3)
+    assert both.passes_without_draft == 99
+    assert both.num_answers == 2
+
+
+@pytest.mark.parametrize(
+    ("accepted", "says"),
+    [
+        ((80, 5, 2), "position 2 is accepted in 6.2 %"),
+        ((90, 80, 4), "position 3 is accepted in 5.0 %"),
+        ((60, 0, 0), "position 2 is accepted in 0.0 %"),
+        ((30, 50, 20), "not what they are taken for"),
+        ((70, 42, 21), None),
+        ((50, 25, 12), None),
+        ((10, 1, 0), None),
+        ((0, 0, 0), None),
+    ],
+)
+def test_X13_a_shape_that_no_trained_drafter_has_is_flagged(accepted, says):
+    found = implausible(PassCounts(100, accepted, 0))
+    assert (found is None) if says is None else (says in found)
+
+
+def test_X13_every_published_shape_is_plausible():
+    for shares, _ in PUBLISHED.values():
+        assert implausible(PassCounts(1000, tuple(10 * share for share in shares), 0)) is None

@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from peagle.evaluate.counts import DatasetCounts, PassCounts
-from peagle.evaluate.results import Measurement, markdown, show, verdict
+from peagle.evaluate.results import Measurement, lines, markdown, show, verdict
 
 A, B = PassCounts(100, (70, 42, 21), 250), PassCounts(10, (1, 0, 0), 12)
 
@@ -42,3 +42,26 @@ def test_the_terminal_has_a_column_per_position_and_the_notes():
     assert "70.0" in text
     assert "note: mind [this]" in text
     assert text.index("Average") < text.index("Pooled")
+
+
+def test_E04_nothing_drafted_is_given_its_true_reason():
+    assert "4 passes checked no draft" in verdict(PassCounts(0, (0, 0), 5, num_answers=1), None)
+    assert "no prompt got past its first token" in verdict(PassCounts(0, (0, 0), 3, num_answers=3), None)
+
+
+def test_E02_E04_both_lengths_and_the_passes_without_a_draft_are_shown():
+    said = "\n".join(lines(evaluation({"a": PassCounts(1, (1, 1, 1), 104, num_answers=1)})))
+    assert "1.030 reached the user, acceptance length 4.000; 99 passes or more checked no draft" in said
+
+
+def test_X08_nothing_accepted_of_many_is_a_failure_with_its_causes_in_order():
+    def sound(accepted, passes):
+        counts = {"a": DatasetCounts(PassCounts(passes, (accepted, 0), 0), {})}
+        return Measurement(depth=2, datasets=counts, notes=[]).is_sound
+
+    assert not sound(0, 1940)
+    assert sound(1, 1940)
+    assert sound(0, 20)
+    assert not sound(0, 0)
+    said = verdict(PassCounts(1940, (0, 0), 0), 5000)
+    assert said.index("float16") < said.index("another verifier") < said.index("5000 rows")

@@ -56,3 +56,20 @@ def test_a_server_without_a_drafter_is_named_as_such():
 def test_another_models_counters_do_not_count():
     both = text({"0": 50}, {"0": 30}) + "\n" + text({"0": 900}, {"0": 9}).replace('"m"', '"other"')
     assert difference(read_metrics("", "m"), read_metrics(both, "m")).num_drafts == 50
+
+
+def test_E08_drafted_tokens_are_the_servers_own():
+    assert (
+        difference(
+            read_metrics(ZERO, None), read_metrics(text({"0": 50, "1": 0}, {"0": 30, "1": 0}), None)
+        ).num_draft_tokens
+        == 100
+    )
+    without = "\n".join(line for line in text({"0": 5}, {"0": 3}).splitlines() if "draft_tokens" not in line)
+    assert difference(read_metrics("", None), read_metrics(without, None)).num_draft_tokens is None
+
+
+def test_E10_a_server_without_counters_by_position_is_told_what_it_lacks():
+    page = "\n".join(line for line in text({"0": 12}, {"0": 3}).splitlines() if "per_pos" not in line)
+    with pytest.raises(EndpointError, match="has no vllm:spec_decode_num_accepted_tokens_per_pos"):
+        difference(read_metrics("", None), read_metrics(page, None))

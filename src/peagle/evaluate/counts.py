@@ -2,12 +2,14 @@
 
 Convention, the same as vLLM's: a pass is one run of the verifier over a draft (the prefill is none); a drafted token
 counts as accepted as soon as the verifier accepts it, before an end-of-sequence token or a length limit cuts the
-answer; acceptance length = 1 + accepted / passes, so the verifier's own token is included. Figures of a data set pool
+answer; acceptance length = 1 + accepted / passes, so the verifier's own token is included. Beside it stand the tokens
+that reached the user per pass, after any cut and with the passes that checked no draft. Figures of a data set pool
 all passes of all its answers; no figure here is a mean of per-answer means.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,16 +31,39 @@ class PassCounts:
     """Passes in which the k-th drafted token was accepted (so all before it were too), [num_speculative_tokens]."""
     num_generated_tokens: int
     """Tokens of the answers as the user got them, after any cut, first tokens (from the prefill) included."""
+    num_answers: int = 0
+    """Answers they belong to, 0 where that is not known: each one's first token is of no pass."""
+    drafted: float | None = None
+    """Tokens drafted, where the counter says so: a draft near a length limit is shorter. None: K in each pass."""
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K: tokens drafted per pass."""
+        """K: tokens drafted per pass, at most."""
         return len(self.accepted_per_position)
 
     @property
     def num_draft_tokens(self) -> float:
         """Tokens drafted."""
-        return self.num_drafts * self.num_speculative_tokens
+        return self.num_drafts * self.num_speculative_tokens if self.drafted is None else self.drafted
+
+    @property
+    def passes_without_draft(self) -> float | None:
+        """Verifier passes that checked no draft, at least so many: what the answers hold beyond all drafts' tokens.
+
+        None where the number of answers is not known.
+        """
+        if not self.num_answers:
+            return None
+        return max(0, self.num_generated_tokens - self.num_answers - self.num_drafts - self.num_accepted)
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens that reached the user per verifier pass, passes without a draft and cut answers included.
+
+        Below the acceptance length where accepted tokens lie behind an end of sequence, or drafting stood still.
+        """
+        passes = None if self.passes_without_draft is None else self.num_drafts + self.passes_without_draft
+        return (self.num_generated_tokens - self.num_answers) / passes if passes else None
 
     @property
     def num_accepted(self) -> float:
@@ -64,11 +89,34 @@ class PassCounts:
 
     @property
     def conditional_per_position(self) -> tuple[float | None, ...] | None:
-        """Share of the passes that accepted all positions before k in which k was accepted too; None: no such pass."""
+        """Share of the drafts that reached position k, all before it accepted, in which k was accepted too.
+
+        None: no draft reached it, or drafts were of several lengths and the counts leave open how many did.
+        """
         if not self.num_drafts:
             return None
-        reached = (self.num_drafts, *self.accepted_per_position[:-1])
-        return tuple(a / r if r else None for a, r in zip(self.accepted_per_position, reached))
+        shares = []
+        for place, accepted in enumerate(self.accepted_per_position):
+            before = self.accepted_per_position[place - 1] if place else self.num_drafts
+            least_long, most_long = self._drafts_as_long_as(place)
+            most = min(before, most_long)
+            least = max(accepted, before - (self.num_drafts - least_long))
+            shares.append(accepted / most if most == least and most else None)
+        return tuple(shares)
+
+    def _drafts_as_long_as(self, place: int) -> tuple[float, float]:
+        """Bounds on how many drafts had a token at this place (0-based): lengths add up to the tokens drafted."""
+        drafts, tokens, accepted = self.num_drafts, self.num_draft_tokens, self.accepted_per_position
+        if self.drafted is None or tokens >= drafts * len(accepted):
+            return drafts, drafts
+        least = max(accepted[place], math.ceil((tokens - drafts * place) / (len(accepted) - place)))
+        most = least
+        while most < drafts:
+            taken = sum(max(most + 1, one) for one in accepted[: place + 1]) + sum(accepted[place + 1 :])
+            if taken > tokens:
+                break
+            most += 1
+        return least, most
 
     @property
     def histogram(self) -> tuple[float, ...]:
@@ -92,12 +140,47 @@ def pool(parts: Iterable[PassCounts], num_speculative_tokens: int) -> PassCounts
     for part in parts:
         if part.num_speculative_tokens != num_speculative_tokens:
             raise ValueError(f"{part.num_speculative_tokens} drafted per pass pooled with {num_speculative_tokens}")
+        is_counted = sums.drafted is not None or part.drafted is not None
         sums = PassCounts(
             sums.num_drafts + part.num_drafts,
             tuple(a + b for a, b in zip(sums.accepted_per_position, part.accepted_per_position)),
             sums.num_generated_tokens + part.num_generated_tokens,
+            sums.num_answers + part.num_answers,
+            sums.num_draft_tokens + part.num_draft_tokens if is_counted else None,
         )
     return sums
+
+
+# What a shape must be like to be believed, see `implausible`.
+_FEWEST_PASSES, _STEEPEST_FALL = 20, 1 / 3
+
+
+def implausible(counts: PassCounts) -> str | None:
+    """What a count's shape says against it, or None.
+
+    A later position cannot be accepted more often than the one before. Among drafts that reached a position, it is
+    accepted somewhat less often than the one before it, in published drafters by a tenth or two; where at least 20
+    drafts reached it and fewer than a third of the share before are accepted, deeper positions are hardly what the
+    drafter was trained for.
+    """
+    accepted, conditional = counts.accepted_per_position, counts.conditional_per_position or ()
+    for place in range(1, len(accepted)):
+        if accepted[place] > accepted[place - 1]:
+            return (
+                f"position {place + 1} was accepted {accepted[place]:.12g} times, position {place} before it "
+                f"{accepted[place - 1]:.12g} times: these counters are not what they are taken for"
+            )
+    for place in range(1, len(accepted)):
+        before, here = conditional[place - 1] if conditional else None, conditional[place] if conditional else None
+        if accepted[place - 1] < _FEWEST_PASSES or before is None or here is None:
+            continue
+        if here < _STEEPEST_FALL * before:
+            return (
+                f"position {place + 1} is accepted in {percent(here)} % of the drafts that reach it, position {place} "
+                f"in {percent(before)} %: deeper positions look untrained or misread. Check that the server drafts as "
+                "many tokens as the drafter was trained for, its mask token, and that it runs this very checkpoint"
+            )
+    return None
 
 
 @dataclass(frozen=True)
@@ -141,7 +224,11 @@ def count_datasets(
     datasets = {}
     for source, some in by_source.items():
         contexts = pool_contexts([by_context for _, by_context in some], num_speculative_tokens)
-        total = replace(pool(contexts.values(), num_speculative_tokens), num_generated_tokens=sum(n for n, _ in some))
+        total = replace(
+            pool(contexts.values(), num_speculative_tokens),
+            num_generated_tokens=sum(n for n, _ in some),
+            num_answers=len(some),
+        )
         datasets[source] = DatasetCounts(total, contexts)
     return datasets
 
@@ -158,6 +245,8 @@ def figures(counts: PassCounts) -> dict[str, Any]:
         "acceptance_per_position": None if per_position is None else list(per_position),
         "conditional_acceptance_per_position": None if conditional is None else list(conditional),
         "accepted_per_pass": counts.accepted_per_pass,
+        "tokens_per_pass": counts.tokens_per_pass,
+        "passes_without_draft": None if counts.passes_without_draft is None else _whole(counts.passes_without_draft),
         "verifier_passes": _whole(counts.num_drafts),
         "drafted_tokens": _whole(counts.num_draft_tokens),
         "accepted_tokens": _whole(counts.num_accepted),

@@ -17,6 +17,8 @@ from peagle.evaluate.decode import Decoded
 from peagle.evaluate.replay_check import Agreement
 
 _SHOWN = 10
+# A drafter that was hardly trained may have none of a few drafts accepted; of so many, something is wrong.
+_MANY_PASSES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,12 @@ class Measurement:
 
     @property
     def is_sound(self) -> bool:
-        """Something was drafted, every compared answer is the verifier's own, and replay counts as decoding does; a
-        half-precision pair is excused where its logits are within rounding."""
+        """Something was drafted, and of many drafts something accepted; every compared answer is the verifier's own,
+        and replay counts as decoding does; a half-precision pair is excused where its logits are within rounding."""
+        drafts = self.pooled.num_drafts
+        works = self.pooled.num_accepted > 0 or 0 < drafts < _MANY_PASSES
         is_lossless = all(one.gap.is_within_rounding for one in self.differences)
-        return self.pooled.num_drafts > 0 and is_lossless and (not self.agreement or self.agreement.is_within_rounding)
+        return works and is_lossless and (not self.agreement or self.agreement.is_within_rounding)
 
     def figures(self) -> dict[str, Any]:
         """The measured part of evaluation.json; what was not measured is null."""
@@ -149,6 +153,14 @@ def lines(evaluation: Mapping[str, Any]) -> list[str]:
     """Losslessness, replay and speed, a sentence each."""
     lossless, replay, speed = evaluation["lossless"], evaluation["replay"], evaluation["speed"]
     said = []
+    pooled = evaluation["pooled"]
+    if pooled.get("tokens_per_pass") is not None and pooled["acceptance_length"] is not None:
+        without = pooled["passes_without_draft"]
+        stood = f"; {without:,.0f} passes or more checked no draft" if without else ""
+        said.append(
+            f"tokens per pass: {pooled['tokens_per_pass']:.3f} reached the user, acceptance length "
+            f"{pooled['acceptance_length']:.3f}{stood}"
+        )
     if lossless["checked"]:
         ties = f", {lossless['excused']} more but for a tie (shown in the JSON)" if lossless["excused"] else ""
         same = f"{lossless['identical']} of {lossless['checked']}"
@@ -219,12 +231,25 @@ def show(evaluation: Mapping[str, Any], title: str, console: Console) -> None:
 
 
 def verdict(pooled: PassCounts, num_training_rows: int | None) -> str | None:
-    """One honest sentence where the figures call for it: nothing drafted, or hardly anything accepted; else None."""
+    """One honest sentence where the figures call for it: nothing drafted, nothing or hardly anything accepted."""
     length = pooled.acceptance_length
     if length is None:
-        return "nothing was drafted, so there is no acceptance to report: no prompt got past its first token"
+        why = "no prompt got past its first token"
+        if pooled.passes_without_draft:
+            why = (
+                f"{pooled.passes_without_draft:.12g} passes checked no draft. A server stops drafting at its length "
+                "limit, for requests that its drafter does not serve, and at large batches where it was told so"
+            )
+        return f"nothing was drafted, so there is no acceptance to report: {why}"
     if length >= 1.1:
         return None
+    if not pooled.num_accepted:
+        rows = "hardly any training" if num_training_rows is None else f"training on {num_training_rows} rows only"
+        return (
+            f"0/{pooled.num_draft_tokens:.12g} drafted tokens were accepted. Likely causes, in this order: the dtype "
+            "(float16 overflows where bfloat16 and float32 do not: try --dtype float32); another verifier, layer list "
+            f"or mask token than it was trained with, or a damaged checkpoint (`peagle check`); {rows}"
+        )
     trained = "" if num_training_rows is None else f" The drafter was trained on {num_training_rows} rows."
     return (
         f"{pooled.num_accepted:.12g}/{pooled.num_draft_tokens:.12g} drafted tokens were accepted.{trained} "

@@ -16,7 +16,7 @@ from peagle.drafter.checkpoint import read_config
 from peagle.drafter.model_config import DrafterConfig
 from peagle.evaluate import results
 from peagle.evaluate.config import EvaluateConfig
-from peagle.evaluate.counts import card_section, count_by_context, count_datasets
+from peagle.evaluate.counts import card_section, count_by_context, count_datasets, implausible
 from peagle.evaluate.decode import decode
 from peagle.evaluate.prompts import Read, check_pair, read_items
 from peagle.evaluate.replay_check import open_store, replay_decoded, replay_recorded
@@ -62,7 +62,9 @@ def evaluate(config: EvaluateConfig) -> int:
         outcome = _measure(
             config=config, folder=folder, verifier_config=verifier, tokenizer=tokenizer, read=read, depth=depth
         )
-    more = (outcome.rounding_note(), results.verdict(outcome.pooled, run_facts(folder).get("rows_trained")))
+    pooled = outcome.pooled
+    said = results.verdict(pooled, run_facts(folder).get("rows_trained"))
+    more = (outcome.rounding_note(), said, implausible(pooled))
     outcome = replace(outcome, notes=[*notes, *outcome.notes, *(note for note in more if note)])
     # 3. report
     evaluation = {

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -139,11 +139,20 @@ class ServedDrafter:
         refused = {one.row_id: one.detail for one in results if not isinstance(one, RowAnswer)}
         after = [_settled(endpoint) for endpoint in self._source.endpoints]
         gains = [difference(b, a) for b, a in zip(before, after)]
-        parts = [PassCounts(gain.num_drafts, gain.accepted_per_position, gain.num_generated_tokens) for gain in gains]
+        parts = [
+            PassCounts(
+                gain.num_drafts,
+                gain.accepted_per_position,
+                gain.num_generated_tokens,
+                drafted=gain.num_draft_tokens,
+            )
+            for gain in gains
+        ]
         depth = max(part.num_speculative_tokens for part in parts)
         if any(part.num_speculative_tokens not in (0, depth) for part in parts):
             raise EndpointError("the endpoints draft different numbers of tokens per pass; measure them one by one")
         counts = pool([part for part in parts if part.num_speculative_tokens], depth)
+        counts = replace(counts, num_answers=len(generations))
         ours = sum(len(generation.ids) for generation in generations.values())
         if counts.num_generated_tokens != ours:
             logger.warning(

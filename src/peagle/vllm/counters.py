@@ -9,9 +9,10 @@ from peagle.errors import EndpointError
 _LINE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _DRAFTS = "vllm:spec_decode_num_drafts"
+_DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _GENERATED = "vllm:generation_tokens"
-_COUNTERS = {_DRAFTS, _PER_POSITION, _GENERATED}
+_COUNTERS = {_DRAFTS, _DRAFT_TOKENS, _PER_POSITION, _GENERATED}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Gain:
 
     num_drafts: float
     """Verifier passes that checked a draft."""
+    num_draft_tokens: float | None
+    """Tokens of these drafts; None where the server does not count them."""
     accepted_per_position: tuple[float, ...]
     """Passes in which the k-th drafted token was accepted, [num_speculative_tokens]."""
     num_generated_tokens: int
@@ -68,12 +71,17 @@ def difference(before: Reading, after: Reading) -> Gain:
     """What the counters gained between two readings, summed over all engines.
 
     Raises:
-        EndpointError: a counter fell or an engine vanished (the server was restarted in between), or the server has no
-            speculative-decoding counters (it runs without a drafter).
+        EndpointError: a counter fell or an engine vanished (the server was restarted in between), or the server lacks
+            speculative-decoding counters (it runs without a drafter), or those by position.
     """
     if not any(name == _DRAFTS for name, _, _ in after.values):
         raise EndpointError(
             "the server has no vllm:spec_decode counters: it runs without a drafter, or with --disable-log-stats"
+        )
+    if not any(name == _PER_POSITION for name, _, _ in after.values):
+        raise EndpointError(
+            f"the server counts drafts but has no {_PER_POSITION}: acceptance by position cannot be told; serve with "
+            "vLLM 0.9 or later"
         )
     for key, value in before.values.items():
         now = after.values.get(key)
@@ -89,4 +97,9 @@ def difference(before: Reading, after: Reading) -> Gain:
         gained[name, position] = gained.get((name, position), 0.0) + value - old
     positions = sorted(int(position) for name, position in gained if name == _PER_POSITION)
     per_position = tuple(gained[_PER_POSITION, str(k)] for k in positions)
-    return Gain(gained[_DRAFTS, ""], per_position, int(gained.get((_GENERATED, ""), 0)))
+    return Gain(
+        num_drafts=gained[_DRAFTS, ""],
+        num_draft_tokens=gained.get((_DRAFT_TOKENS, "")),
+        accepted_per_position=per_position,
+        num_generated_tokens=int(gained.get((_GENERATED, ""), 0)),
+    )
