@@ -76,6 +76,11 @@ MUTATIONS = {
         "return DraftVocab(ordered, ordered - torch.arange(len(ordered)), t2d)",
         "return DraftVocab(ordered, ordered, t2d)",
     ),
+    "N09": (
+        "config.py",
+        "if isinstance(value, SecretStr):\n            return None",
+        "if False:\n            return None",
+    ),
     "E08": (
         "evaluate/counts.py",
         "return self.num_drafts * self.num_speculative_tokens if self.drafted is None else self.drafted",

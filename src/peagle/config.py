@@ -1,17 +1,30 @@
 """The base of every stage's configuration: one frozen model is the only source of flags, YAML keys and doc tables."""
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+from typing_extensions import Self
 
 from peagle import embedded
-from peagle.errors import ConfigError, one_line
+from peagle.errors import MASK, ConfigError, keep_secret, masked, one_line, passwords
 
 Config = TypeVar("Config", bound="StageConfig")
+API_KEY, ENDPOINT_PASSWORD = "PEAGLE_API_KEY", "PEAGLE_ENDPOINT_PASSWORD"
+"""Variables of the environment."""
 
 
 class StageConfig(BaseModel):
@@ -22,6 +35,27 @@ class StageConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _keep_secrets(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, SecretStr):
+                keep_secret(value.get_secret_value())
+            for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+                for password in passwords(text) if isinstance(text, str) else ():
+                    keep_secret(password)
+        return self
+
+    @field_serializer("*", mode="wrap", when_used="json", check_fields=False)
+    def _without_secrets(self, value: Any, as_usual: SerializerFunctionWrapHandler) -> Any:
+        """What goes into files (run.yaml, settings, trackers) holds no key and no password."""
+        if isinstance(value, SecretStr):
+            return None
+        found = as_usual(value)
+        if isinstance(found, list):
+            return [masked(one) if isinstance(one, str) else one for one in found]
+        return masked(found) if isinstance(found, str) else found
 
     @classmethod
     def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
@@ -71,10 +105,48 @@ class ServerSettings(StageConfig):
     """Further tries after a passing error (408, 409, 425, 429, 5xx, a timeout)."""
     restart_wait_s: float = Field(300.0, ge=0, json_schema_extra=SERVER)
     """How long the servers may be gone before the run stops; what is stored is kept."""
-    api_key: str | None = Field(None, json_schema_extra=SERVER)
-    """Sent to the servers as a bearer token."""
+    api_key: SecretStr | None = Field(None, json_schema_extra=SERVER)
+    """Sent to the servers as a bearer token. Unset: PEAGLE_API_KEY of the environment, which no list of processes
+    shows. It is written to no file and no log; neither is the password of an endpoint `http://user:password@host`
+    (PEAGLE_ENDPOINT_PASSWORD, where a written setting is used again)."""
     served_model_name: str | None = Field(None, json_schema_extra=SERVER)
     """Name under which the servers know the verifier, if not its own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_environment(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        found = dict(values)
+        if found.get("api_key") is None and os.environ.get(API_KEY):
+            found["api_key"] = SecretStr(os.environ[API_KEY])
+        hidden = f"{MASK}@"
+        for name in ("endpoint", "plain_endpoint"):
+            given = found.get(name)
+            if given is not None and any(hidden in str(one) for one in ([given] if isinstance(given, str) else given)):
+                password = os.environ.get(ENDPOINT_PASSWORD)
+                if not password:
+                    raise ValueError(
+                        f"--{name.replace('_', '-')}: its password was not written down; set {ENDPOINT_PASSWORD}, or "
+                        "give the address again"
+                    )
+                found[name] = (
+                    given.replace(hidden, f"{password}@")
+                    if isinstance(given, str)
+                    else [str(one).replace(hidden, f"{password}@") for one in given]
+                )
+        return found
+
+    @property
+    def authorization(self) -> dict[str, str]:
+        """Headers that every request carries."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key.get_secret_value()}"}
+
+    def child_environment(self) -> dict[str, str]:
+        """Variables by which another process gets what is written nowhere."""
+        found = {} if self.api_key is None else {API_KEY: self.api_key.get_secret_value()}
+        known = [password for one in self.endpoint for password in passwords(one)]
+        return found | ({ENDPOINT_PASSWORD: known[0]} if known else {})
 
 
 def explain(config_type: type[BaseModel], error: ValidationError) -> str:
@@ -94,8 +166,10 @@ def explain(config_type: type[BaseModel], error: ValidationError) -> str:
         else:
             message = fault["msg"].removeprefix("Value error, ")
             flag = f"--{name.replace('_', '-')}: " if name else ""
-            found = f" (found {fault['input']!r})" if name and not isinstance(fault["input"], dict) else ""
-            parts.append(f"{flag}{message}{found}")
+            field = config_type.model_fields.get(name.split(".")[0])
+            is_secret = field is not None and "SecretStr" in str(field.annotation)
+            is_shown = bool(name) and not isinstance(fault["input"], dict) and not is_secret
+            parts.append(flag + message + (f" (found {fault['input']!r})" if is_shown else ""))
     return "; ".join(dict.fromkeys(parts))
 
 

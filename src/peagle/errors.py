@@ -3,6 +3,31 @@
 A message says what and where, what was found against what was expected, and what to do.
 """
 
+import re
+
+# What is never shown: values of `config.Secret`, passwords inside addresses.
+_secrets: set[str] = set()
+_USER_INFO = re.compile(r"(\w+://)([^/@\s]+)@")
+MASK = "***"
+
+
+def keep_secret(value: str) -> None:
+    """Have `masked` hide a value from now on."""
+    if len(value) > 3:  # shorter ones would mask every text, and protect nothing
+        _secrets.add(value)
+
+
+def passwords(text: str) -> list[str]:
+    """The passwords of addresses in a text: `http://user:password@host`, or `https://token@host`."""
+    return [found.rpartition(":")[2] for _, found in _USER_INFO.findall(text) if not found.endswith(MASK)]
+
+
+def masked(text: str) -> str:
+    """A text fit for a screen or a file: keys, and passwords of addresses (`http://user:***@host`), are hidden."""
+    for value in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    return _USER_INFO.sub(lambda found: found[1] + "".join(found[2].rpartition(":")[:2]) + MASK + "@", text)
+
 
 def one_line(error: BaseException) -> str:
     """An error's text in one line of at most 300 characters, for the end of a message of our own."""
@@ -10,7 +35,10 @@ def one_line(error: BaseException) -> str:
 
 
 class PeagleError(Exception):
-    """A user's mistake, or a fault of their machine, that one clear line explains."""
+    """A user's mistake, or a fault of their machine, that one clear line explains. Its text never holds a secret."""
+
+    def __str__(self) -> str:
+        return masked(super().__str__())
 
 
 class ConfigError(PeagleError):

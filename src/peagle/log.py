@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from peagle._version import __version__
+from peagle.errors import masked
 from peagle.files import whole_file, write_json
 
 console = Console(stderr=True, highlight=False)
@@ -36,10 +37,15 @@ def set_up(quiet: bool, verbose: bool) -> None:
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_time=False, show_level=True, markup=False)
-    handler.setFormatter(logging.Formatter("%(message)s" if console.is_terminal else "%(levelname)s %(message)s"))
+    handler.setFormatter(_Formatter("%(message)s" if console.is_terminal else "%(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
 
 
 class Meter:

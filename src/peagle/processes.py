@@ -18,12 +18,14 @@ from typing import Any
 
 import httpx
 
-from peagle.errors import ConfigError, EndpointError, PeagleError
+from peagle.errors import MASK, ConfigError, EndpointError, PeagleError, masked
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _LOCK_WAIT_S = 90.0
+# Flags of servers whose values are not shown.
+_SECRET_FLAGS = ("--api-key", "--hf-token")
 
 
 def take_lock(folder: Path) -> int:
@@ -79,7 +81,14 @@ class ServerCommand:
 
     def __str__(self) -> str:
         variables = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(self.arguments)])
+        shown = list(self.arguments)
+        for place, argument in enumerate(shown):
+            name, sign, _ = argument.partition("=")
+            if name in _SECRET_FLAGS and sign:
+                shown[place] = f"{name}={MASK}"
+            elif name in _SECRET_FLAGS and place + 1 < len(shown):
+                shown[place + 1] = MASK
+        return masked(" ".join([*variables, shlex.join(shown)]))
 
     def full_environment(self) -> dict[str, str]:
         """The caller's environment with these added."""

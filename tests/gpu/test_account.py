@@ -154,7 +154,7 @@ def test_nothing_stays_behind():
             torch.ones(1).to(CUDA)
 
 
-LIMITS = {"syncs_per_step": 320, "kernels_per_step": 11_000, "elementwise_gb": 240.0, "peak_gb": 36.0}
+LIMITS = {"syncs_per_step": 8, "kernels_per_step": 3_500, "elementwise_gb": 130.0, "peak_gb": 36.0}
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +164,14 @@ def found() -> dict:
 
 def test_a_step_of_an_8b_drafter_stays_within_its_limits(found):
     assert {name: found[name] for name, limit in LIMITS.items() if found[name] > limit} == {}
-    assert found["tokens_per_s_estimate"] >= 17_000
+    assert found["tokens_per_s_estimate"] >= 22_500
     # Fewer multiply-adds than the rows need would mean that something was not counted.
     assert found["product_tflop"] == pytest.approx(111.4, rel=0.01)
     assert found["slots"] > 15_000
+
+
+def test_a_long_context_fits_as_documented():
+    assert gpu_account.account(131_072, 4, detail=False)["peak_gb"] <= 60
 
 
 def test_the_peers_step_is_counted_by_its_rows():

@@ -113,11 +113,11 @@ def test_its_training_takes_what_the_scaling_guide_says():
     def gb(pack_tokens, num_shards=1, **given):
         return training_bytes(SIZES, training(total_seq_len=pack_tokens, **given), num_shards) / 1e9
 
-    assert [round(gb(tokens)) for tokens in (4096, 8192, 20480, 65536)] == [35, 37, 43, 67]
+    assert [round(gb(tokens)) for tokens in (4096, 8192, 20480, 65536)] == [40, 42, 49, 73]
     assert gb(8192) - gb(8192, optimizer="muon") == pytest.approx(3.2, abs=0.05)
     assert gb(8192) - gb(8192, train_embeddings="mask-token") == pytest.approx(10.0, abs=0.05)
     assert gb(8192) - gb(8192, num_shards=2) == pytest.approx(23.5 / 2, abs=0.05)
-    assert gb(131_072, activation_checkpointing=True) == pytest.approx(48, abs=0.5)
+    assert gb(131_072, activation_checkpointing=True) == pytest.approx(55, abs=0.5)
     # a pruned head is held beside the verifier's
     assert gb(8192, draft_vocab_size=32000) == pytest.approx(gb(8192) + 2 * 32000 * 4096 / 1e9, abs=0.01)
 
@@ -126,7 +126,7 @@ def test_training_of_four_layers_and_with_another_budget_takes_what_was_set():
     plain = training_bytes(SIZES, training(), 1)
     wider = training_bytes(SIZES, training(target_layer_ids=(2, 10, 18, 33)), 1)
     assert wider - plain == (2 + 8 + 8) * 4096**2  # of `fc`: weights, masters and gradients, AdamW's state
-    assert training_bytes(SIZES, training(memory_budget=7.0), 1) - plain == 2e9
+    assert training_bytes(SIZES, training(memory_budget=12.0), 1) - plain == 2e9
 
 
 def test_an_eagle_3_recipe_is_estimated_by_its_own_steps():

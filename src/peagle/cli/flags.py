@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 import typer
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from peagle.cli.help import NEEDED, Command
@@ -135,6 +136,8 @@ def _plain(annotation: Any) -> Any:
         return _plain(members[0]) if len(members) == 1 else str
     if origin in (tuple, list):
         return list[str]
+    if annotation is SecretStr:
+        return str
     if origin is Literal or annotation in (int, float, str, bool, Path):
         return annotation
     raise TypeError(f"no flag for type {annotation}")

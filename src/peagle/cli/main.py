@@ -13,7 +13,7 @@ import typer
 from peagle._version import __version__
 from peagle.cli.flags import add_command, many_valued, split_extra, spread
 from peagle.cli.help import Commands
-from peagle.errors import PeagleError
+from peagle.errors import PeagleError, masked
 from peagle.files import os_error_line
 
 # Typer may bring its own copy of click (seen in 0.29), whose exceptions are other classes than click's.
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _fail(message: str) -> int:
     logging.getLogger("peagle").debug("failed", exc_info=True)
-    print(f"peagle: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"peagle: error: {' '.join(masked(message).split())}", file=sys.stderr)
     return 2
 
 

@@ -209,9 +209,10 @@ class LoadedServer:
         self.root_url = normal_url(url)
         with contextlib.closing(Endpoint(url, servers)) as endpoint:
             self._name = endpoint.model().name
-        headers = {"Authorization": f"Bearer {servers.api_key}"} if servers.api_key else {}
         limits = httpx.Limits(max_connections=servers.concurrency, max_keepalive_connections=servers.concurrency)
-        self._http = httpx.Client(headers=headers, limits=limits, timeout=servers.request_timeout_s, trust_env=False)
+        self._http = httpx.Client(
+            headers=servers.authorization, limits=limits, timeout=servers.request_timeout_s, trust_env=False
+        )
 
     def close(self) -> None:
         """Drop connections."""

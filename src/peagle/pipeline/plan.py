@@ -211,8 +211,8 @@ def training_bytes(sizes: Sizes, config: TrainConfig, num_shards: int) -> float:
 
     bfloat16 weights (2 bytes), float32 masters and gradients (4 each), the optimizer's state, one more head for the
     verifier where the drafter's is not the same. The base pass keeps, by count of what autograd saves, 7 hidden states,
-    3 key states and 2 MLP states per layer and token (with activation checkpointing: one hidden state, keys, values and
-    gradients), the collected gradients of keys and values, and 6 hidden states per token at its entry, 2 bytes each.
+    3 key states and 2 MLP states per layer and token (with activation checkpointing: one hidden state, keys and values)
+    and 6 hidden states per token at its entry, 2 bytes each, and the collected gradients of keys and values, 4 each.
     On top comes the scratch that blocks take: `--memory-budget`, or the usual share of a GPU of 80 GB.
     `num_shards` processes share masters, gradients and optimizer (FSDP2).
     """
@@ -223,9 +223,9 @@ def training_bytes(sizes: Sizes, config: TrainConfig, num_shards: int) -> float:
         others -= embedding
     state = _moment_bytes(config) * layers + 8 * others
     kv = sizes.num_key_value_heads * sizes.head_dim
-    per_layer = 7 * sizes.hidden_size + 5 * kv + 2 * sizes.intermediate_size
+    per_layer = 7 * sizes.hidden_size + 7 * kv + 2 * sizes.intermediate_size
     if config.activation_checkpointing:
-        per_layer = sizes.hidden_size + 4 * kv
+        per_layer = sizes.hidden_size + 6 * kv
     per_token = config.num_layers * per_layer + 6 * sizes.hidden_size
     scratch = config.scratch_bytes(None if config.device == "cpu" else ASSUMED_GPU_BYTES)
     return weights + (8 * (layers + others) + state) / num_shards + 2 * per_token * config.total_seq_len + scratch

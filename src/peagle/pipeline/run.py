@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 
 from peagle import log
+from peagle.config import ServerSettings
 from peagle.errors import ConfigError, EndpointError
 from peagle.files import whole_file, write_json
 from peagle.pipeline import plan as plans
@@ -92,8 +93,10 @@ def run_recipe(recipe: Recipe, until: str | None, num_threads: Mapping[str, int]
             write_json(recipe.output / plans.STATE, state)
             stage_began_s = time.monotonic()
             command = stage_command(recipe, stage, _write_settings(recipe, stage.name, stage.settings))
-            threads = {"OMP_NUM_THREADS": str(num_threads[stage.name])} if stage.name in num_threads else {}
-            status = run_process(command, lock, threads)
+            variables = {"OMP_NUM_THREADS": str(num_threads[stage.name])} if stage.name in num_threads else {}
+            if isinstance(stage.config, ServerSettings):
+                variables |= stage.config.child_environment()
+            status = run_process(command, lock, variables)
             if status:
                 return _stopped(stage.name, status)
             seconds = round(time.monotonic() - stage_began_s, 1)

@@ -75,10 +75,9 @@ class Endpoint:
 
     def __init__(self, url: str, servers: ServerSettings) -> None:
         self.root_url = normal_url(url)
-        headers = {"Authorization": f"Bearer {servers.api_key}"} if servers.api_key else {}
         limits = httpx.Limits(max_connections=servers.concurrency, max_keepalive_connections=servers.concurrency)
         timeout = httpx.Timeout(servers.request_timeout_s, connect=min(servers.request_timeout_s, 10.0))
-        self._http = httpx.Client(headers=headers, limits=limits, timeout=timeout, trust_env=False)
+        self._http = httpx.Client(headers=servers.authorization, limits=limits, timeout=timeout, trust_env=False)
         self._servers = servers
         self.served_name = ""
         """The model's name in requests; set by `model`."""
