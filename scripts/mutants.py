@@ -81,6 +81,18 @@ MUTATIONS = {
         "if isinstance(value, SecretStr):\n            return None",
         "if False:\n            return None",
     ),
+    "X03": ("serve/tensor_rules.py", 'if "lm_head.weight" not in raw.tensors:', "if False:"),
+    "X06": ("serve/verifier_rules.py", 'elif "train_lm_head" in settings:', "elif False:"),
+    "X08": (
+        "evaluate/results.py",
+        "works = self.pooled.num_accepted > 0 or 0 < drafts < _MANY_PASSES",
+        "works = drafts > 0",
+    ),
+    "V06": (
+        "drafter/checkpoint.py",
+        'if drafter.config.is_pruned and (fault := vocabulary_fault(tensors["d2t"], tensors["t2d"])):',
+        "if fault := None:",
+    ),
     "E08": (
         "evaluate/counts.py",
         "return self.num_drafts * self.num_speculative_tokens if self.drafted is None else self.drafted",

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from peagle.cli.main import main
-from peagle.data.draft_vocab import build_vocab
+from peagle.data.draft_vocab import DraftVocab, build_vocab
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.model_config import DrafterConfig, config_for
 from peagle.drafter.network import Drafter
+from peagle.errors import CheckpointError
 from peagle.serve.check import check_checkpoint
 from peagle.serve.config import CheckConfig
 from peagle.serve.files import Findings
@@ -71,11 +72,17 @@ def pruned(verifier: Path, tmp_path: Path) -> Path:
     path = tmp_path / "pruned"
     vocab = build_vocab(torch.arange(272), 64, [2], 272)
     drafter = drafter_of(verifier, draft_vocab_size=64)
-    state = drafter.state_dict()
-    state["d2t"].copy_(vocab.d2t)
-    state["t2d"].copy_(vocab.t2d)
+    restrict(drafter, vocab, verifier)
     drafter_checkpoint.save(drafter, path, "bfloat16")
     return path
+
+
+def restrict(drafter: Drafter, vocab: DraftVocab, verifier: Path) -> None:
+    """Give a drafter the tables and the head of a pruned vocabulary."""
+    state, head = drafter.state_dict(), load_head(load_verifier_config(str(verifier), False))
+    state["d2t"].copy_(vocab.d2t)
+    state["t2d"].copy_(vocab.t2d)
+    state["lm_head.weight"].copy_(head.restricted(vocab.ids).weight)
 
 
 def checked(path: Path, engine: InstalledVllm | None = VLLM, length: int | None = None) -> Findings:
@@ -325,8 +332,7 @@ def test_a_wrong_map_is_noticed(pruned: Path, fault: str) -> None:
 def test_a_vocabulary_without_an_end_token_is_a_warning(verifier: Path, tmp_path: Path) -> None:
     vocab = build_vocab(torch.arange(272), 64, [], 272)
     drafter = drafter_of(verifier, draft_vocab_size=64)
-    drafter.state_dict()["d2t"].copy_(vocab.d2t)
-    drafter.state_dict()["t2d"].copy_(vocab.t2d)
+    restrict(drafter, vocab, verifier)
     drafter_checkpoint.save(drafter, tmp_path / "d", "bfloat16")
     assert "no end token ([2]) is in the draft vocabulary" in warnings(tmp_path / "d")
 
@@ -408,3 +414,65 @@ def test_the_command_says_what_it_found_and_exits_with_1(folder: Path, capsys: p
     assert any("mask_token_id" in finding["message"] for finding in printed["findings"])
     assert main(["check", str(folder / "nowhere")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "fc.weight", "norm.weight", "layers.1.mlp.up_proj.weight"])
+def test_X03_a_tensor_that_load_refuses_to_miss_is_an_error_by_name(folder: Path, name: str) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop(name))
+    assert f"{name}: missing" in errors(folder)
+    with pytest.raises(CheckpointError, match=name):
+        drafter_checkpoint.load(str(folder), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "t2d", "d2t"])
+def test_X03_of_a_pruned_vocabulary_too(pruned: Path, name: str) -> None:
+    edit_tensors(pruned, lambda tensors: tensors.pop(name))
+    assert f"{name}: missing" in errors(pruned)
+    with pytest.raises(CheckpointError, match=name):
+        drafter_checkpoint.load(str(pruned), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pruned"])
+def test_X06_a_head_that_is_not_the_verifiers_is_named(request: pytest.FixtureRequest, kind: str) -> None:
+    path: Path = request.getfixturevalue(kind)
+    edit_tensors(path, lambda tensors: tensors["lm_head.weight"].normal_())
+    assert "lm_head.weight: is not the verifier's (median cosine" in warnings(path)
+    # Trained by a run that says so.
+    (path / "run.yaml").write_text("train:\n  train_lm_head: true\n")
+    assert errors(path) == ""
+    assert "lm_head.weight: was trained" in "\n".join(map(str, checked(path).of("note")))
+    # The run says that it did not, and the head is a little off.
+    edit_tensors(path, lambda tensors: tensors["lm_head.weight"].copy_(tensors["lm_head.weight"].roll(1, 0)))
+    (path / "run.yaml").write_text("train:\n  train_lm_head: false\n")
+    assert "its run did not train it" in errors(path)
+
+
+def test_X06_one_row_that_was_changed_is_enough(folder: Path) -> None:
+    (folder / "run.yaml").write_text("train:\n  train_lm_head: false\n")
+    assert errors(folder) == ""
+    edit_tensors(folder, lambda tensors: tensors["lm_head.weight"][7].neg_())
+    assert "lm_head.weight: is not the verifier's" in errors(folder)
+
+
+def loads(path: Path) -> bool:
+    try:
+        drafter_checkpoint.load(str(path), torch.float32, torch.device("cpu"))
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_V06_check_and_load_have_one_rule_for_the_tables(folder: Path, pruned: Path) -> None:
+    def whole(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["d2t"] = torch.zeros(272, dtype=torch.int64)
+        tensors["t2d"] = torch.ones(272, dtype=torch.bool)
+
+    edit_tensors(folder, whole)
+    assert checked(folder).is_servable
+    assert loads(folder)
+    edit_tensors(folder, lambda tensors: tensors["d2t"].add_(1))
+    assert not checked(folder).is_servable
+    assert not loads(folder)
+    edit_tensors(pruned, lambda tensors: tensors["d2t"].zero_())
+    assert "t2d: names other tokens than d2t" in errors(pruned)
+    assert not loads(pruned)

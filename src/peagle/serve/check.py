@@ -11,7 +11,7 @@ from peagle.serve.config import CheckConfig
 from peagle.serve.config_rules import check_config
 from peagle.serve.files import Findings, read_checkpoint
 from peagle.serve.tensor_rules import check_tensors
-from peagle.serve.verifier_rules import check_embedding, check_engine, check_verifier
+from peagle.serve.verifier_rules import check_embedding, check_engine, check_head, check_verifier
 from peagle.vllm.launch import InstalledVllm, engine_here
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -33,6 +33,7 @@ def check_checkpoint(config: CheckConfig, engine: InstalledVllm | None) -> Findi
         if verifier is not None:
             architectures = tuple(verifier.architectures)
             check_embedding(raw, shape, verifier, findings)
+            check_head(raw, shape, verifier, findings)
     check_engine(shape, architectures, engine, findings)
     return findings
 

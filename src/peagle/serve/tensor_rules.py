@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch
 
+from peagle.drafter.checkpoint import vocabulary_fault
 from peagle.serve.config_rules import ServedShape
 from peagle.serve.files import Findings, RawCheckpoint
 
@@ -71,8 +72,13 @@ def check_tensors(raw: RawCheckpoint, shape: ServedShape, findings: Findings) ->
             findings.error(name, f"is {list(found)}, the config makes it {list(size)}{why}")
     if shape.kind == "peagle":
         _check_mask_hidden(raw, shape, findings)
-    if shape.is_pruned and "lm_head.weight" not in raw.tensors:
-        findings.error("lm_head.weight", "missing: a head of another vocabulary cannot be shared with the verifier")
+    if "lm_head.weight" not in raw.tensors:
+        why = "a head of another vocabulary cannot be shared with the verifier"
+        if not shape.is_pruned:
+            why = "vLLM would take the verifier's, whatever was trained; `peagle evaluate` refuses the checkpoint"
+        findings.error("lm_head.weight", f"missing: {why}")
+    if shape.is_pruned and "d2t" in raw.tensors and "t2d" not in raw.tensors:
+        findings.error("t2d", "missing: which tokens can be drafted; `peagle evaluate` refuses the checkpoint")
     if "embed_tokens.weight" not in raw.tensors:
         findings.note("embed_tokens.weight", "absent: vLLM shares the verifier's embedding")
         if shape.kind == "peagle":
@@ -143,17 +149,13 @@ def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings)
     if info.dtype not in ("I64", "I32") or info.shape != (shape.draft_vocab_size,):
         findings.error("d2t", f"is {info.dtype} {list(info.shape)}, expected int64 [{shape.draft_vocab_size}]")
         return
-    ids = raw.draft_ids()
-    if int(ids.min()) < 0 or int(ids.max()) >= shape.vocab_size:
-        bad = int(((ids < 0) | (ids >= shape.vocab_size)).nonzero()[0])
-        outside = f"draft id {bad} maps to {int(ids[bad])}, outside 0..{shape.vocab_size - 1}"
-        findings.error("d2t", f"{outside}; d2t holds offsets, not ids")
+    if not shape.is_pruned:
+        if bool(raw.read("d2t").any()):
+            findings.error("d2t", "is not zero, but the vocabulary is not pruned: vLLM does not apply it")
         return
-    if len(ids.unique()) != len(ids):
-        findings.error("d2t", f"{len(ids) - len(ids.unique())} draft ids map to a token that another one maps to")
-    if not shape.is_pruned and bool(raw.read("d2t").any()):
-        findings.error("d2t", "is not zero, but the vocabulary is not pruned: vLLM does not apply it")
-    if "t2d" in raw.tensors:
-        table = raw.read("t2d")  # one of another shape is reported already
-        if table.shape == (shape.vocab_size,) and not torch.equal(table.bool().nonzero()[:, 0], ids.sort().values):
-            findings.error("t2d", "names other tokens than d2t, which holds offsets: verifier id = draft id + d2t")
+    table = raw.read("t2d") if "t2d" in raw.tensors else None
+    if table is None or table.shape != (shape.vocab_size,):  # one of another shape is reported already
+        drafted = raw.draft_ids().clamp(0, shape.vocab_size - 1)
+        table = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, drafted, True)
+    if fault := vocabulary_fault(raw.read("d2t"), table):
+        findings.error(*fault)

@@ -3,12 +3,13 @@
 import torch
 from safetensors import SafetensorError
 
+from peagle.drafter.card import run_facts
 from peagle.errors import ConfigError, VerifierError
 from peagle.serve.config import CheckConfig
 from peagle.serve.config_rules import ServedShape
 from peagle.serve.files import CONFIG, Findings, RawCheckpoint
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
-from peagle.verifier.weights import load_embedding
+from peagle.verifier.weights import load_embedding, load_head
 from peagle.vllm.launch import MIN_VERSION, InstalledVllm, detour_arguments, needs_detour
 
 MIN_EAGLE3 = (0, 10)
@@ -17,6 +18,8 @@ LAST_WRONG_CPU_SAMPLING = (0, 32)
 """Its `_expand_kernel_impl` for CPU drops the expanded temperature: found by a chi-square test in `tests/vllm/real`."""
 _SAMPLED_ROWS = 4096
 _UNRELATED_COSINE = 0.1
+# Of rows that were rounded to another dtype, and back.
+_SAME_COSINE = 0.999
 
 
 def check_verifier(
@@ -93,6 +96,41 @@ def check_embedding(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierCo
         )
     else:
         findings.note(name, f"was trained (median cosine with the verifier's {cosine:.2f})")
+
+
+def check_head(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierConfig, findings: Findings) -> None:
+    """A drafter's head is the verifier's, or was trained by a run that says so: `train_lm_head` of its run.yaml."""
+    name = "lm_head.weight"
+    has_shape = name in raw.tensors and raw.tensors[name].shape == (shape.draft_vocab_size, verifier.hidden_size)
+    if not has_shape or (shape.is_pruned and findings.of("error")):
+        return
+    try:
+        theirs = load_head(verifier)
+        facts = run_facts(raw.folder)
+    except (VerifierError, SafetensorError, OSError, ValueError) as error:
+        findings.note("verifier", f"its head was not compared: {error}")
+        return
+    rows = torch.linspace(0, shape.draft_vocab_size - 1, min(_SAMPLED_ROWS, shape.draft_vocab_size)).long().unique()
+    own = theirs.weight[raw.draft_ids()[rows] if shape.is_pruned else rows].float()
+    cosines = torch.nn.functional.cosine_similarity(raw.read(name)[rows].float(), own, dim=1)
+    used = own.norm(dim=1) > 0
+    if bool((cosines[used] > _SAME_COSINE).all()):
+        return
+    cosine, settings = float(cosines[used].median()), facts.get("settings", {})
+    if settings.get("train_lm_head"):
+        findings.note(name, f"was trained (median cosine with the verifier's {cosine:.2f})")
+    elif "train_lm_head" in settings:
+        findings.error(
+            name,
+            f"is not the verifier's (median cosine {cosine:.2f}), and its run did not train it: replaced, or of "
+            "another verifier",
+        )
+    else:
+        findings.warning(
+            name,
+            f"is not the verifier's (median cosine {cosine:.2f}), and no run.yaml says that it was trained: right for "
+            "a drafter whose trainer trains heads, else it was replaced",
+        )
 
 
 def check_engine(
