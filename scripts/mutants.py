@@ -93,6 +93,8 @@ MUTATIONS = {
         'if drafter.config.is_pruned and (fault := vocabulary_fault(tensors["d2t"], tensors["t2d"])):',
         "if fault := None:",
     ),
+    "N01": ("train/batches.py", "conversation_of.get(row_id) or row_id for row_id", "row_id for row_id"),
+    "D13": ("data/readers.py", 'ids["conversation"] = named', "pass"),
     "E08": (
         "evaluate/counts.py",
         "return self.num_drafts * self.num_speculative_tokens if self.drafted is None else self.drafted",

@@ -169,6 +169,22 @@ def test_M09_a_template_that_rewrites_history_gives_a_row_per_reply_as_the_serve
         assert supervised(found, tokenizer) == [reply]
     assert "thinking one" not in tokenizer.decode(second.input_ids)
     assert [r.row_id[-2:] for r in (first, second)] == ["/1", "/2"]
+    assert first.conversation == second.conversation == first.row_id[:-2]
+
+
+def test_N01_D13_conversations_are_a_column_of_their_own(model_of, tmp_path):
+    """Ids with `#` and `/` in them, and the very same chat twice."""
+    rows = [{**chat("hello", f"answer {i}"), "id": f"chat#{i}"} for i in range(3)] + [
+        {**chat("hello", "answer 0"), "id": "chat#0"}
+    ]
+    assert prepare(model_of(CHATML), write_lines(tmp_path / "d.jsonl", rows), tmp_path / "out") == 0
+    found = rows_of(tmp_path / "out")
+    assert len({row.row_id for row in found}) == 4
+    assert len({row.conversation for row in found}) == 3
+    # Rows that come with their tokens say it themselves, as `regenerate` writes them.
+    ready = [{"id": f"a/{i}", "conversation": "a", "input_ids": [1, 2, i], "loss_mask": [0, 1, 1]} for i in (3, 4)]
+    assert prepare(model_of(CHATML), write_lines(tmp_path / "r.jsonl", ready), tmp_path / "ready") == 0
+    assert [row.conversation for row in rows_of(tmp_path / "ready")] == ["a", "a"]
 
 
 def test_M09_history_that_is_rewritten_letter_for_letter_is_seen(model_of, tmp_path):

@@ -64,6 +64,7 @@ def test_the_output_is_an_arrow_dataset_with_everything_beside_it(chatml, tmp_pa
             "loss_mask": datasets.List(datasets.Value("int8")),
             "next_is_supervised": datasets.Value("bool"),
             "tail_length": datasets.Value("int32"),
+            "conversation": datasets.Value("string"),
         }
     )
     prepared = load_prepared(tmp_path / "out")

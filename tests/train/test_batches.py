@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.errors import DataError
-from peagle.train.batches import Pack, conversation_of, first_by_hash, packs, seed_of, share, split
+from peagle.train.batches import Pack, first_by_hash, packs, seed_of, share, split
 
 LENGTHS = {f"row-{i}": 10 + (37 * i) % 90 for i in range(300)}
 
@@ -55,32 +55,36 @@ def test_a_step_of_fewer_packs_than_ranks_leaves_ranks_without_any():
 
 def test_the_split_depends_on_the_rows_alone_and_added_rows_move_few():
     ids = [f"r{i}" for i in range(1000)]
-    train, held_out = split(ids, 0.9)
+    train, held_out = split(ids, 0.9, {})
     assert sorted(train + held_out) == sorted(ids)
     assert (len(train), len(held_out)) == (900, 100)
-    assert sorted(split(ids[::-1], 0.9)[1]) == sorted(held_out)
-    _, fewer = split(ids[:950], 0.9)
+    assert sorted(split(ids[::-1], 0.9, {})[1]) == sorted(held_out)
+    _, fewer = split(ids[:950], 0.9, {})
     assert len(set(fewer) - set(held_out)) <= 10
 
 
-def test_the_very_same_row_given_twice_stays_on_one_side():
-    ids = [f"r{i}{again}" for i in range(200) for again in ("", "#2", "#3")]
-    train, held_out = split(ids, 0.7)
-    assert not {conversation_of(r) for r in train} & {conversation_of(r) for r in held_out}
+def test_N01_rows_of_one_conversation_stay_on_one_side_whatever_their_ids_are():
+    of = {f"chat#{i}/{reply}": f"chat#{i}" for i in range(24) for reply in (1, 2, 3)}
+    train, held_out = split(list(of), 0.7, of)
+    assert held_out
+    assert not {of[row_id] for row_id in train} & {of[row_id] for row_id in held_out}
+    # Without a record of conversations no id is taken apart: `#` and `/` are letters.
+    train, held_out = split(list(of), 0.7, {})
+    assert len(held_out) == round(0.3 * len(of))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_neither_side_of_a_split_is_empty(count):
     for start in range(20):
-        train, held_out = split([f"{start}-{i}" for i in range(count)], 0.95)
+        train, held_out = split([f"{start}-{i}" for i in range(count)], 0.95, {})
         assert train
         assert held_out
 
 
 def test_without_a_validation_share_all_rows_are_trained_on():
-    assert split(["a", "b"], 1.0) == (["a", "b"], [])
-    assert split(["a"], 0.5) == (["a"], [])
-    assert split([], 0.5) == ([], [])
+    assert split(["a", "b"], 1.0, {}) == (["a", "b"], [])
+    assert split(["a"], 0.5, {}) == (["a"], [])
+    assert split([], 0.5, {}) == ([], [])
 
 
 def test_a_limit_keeps_the_same_rows_when_more_are_added():

@@ -43,6 +43,11 @@ class Prepared:
         """The row at `index`."""
         return TokenRow(**self.table[index])
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether rows say which conversation they are of; those that earlier versions prepared do not."""
+        return "conversation" in self.table.column_names
+
     def index_of(self) -> dict[str, int]:
         """Where each row id is."""
         return {row_id: index for index, row_id in enumerate(self.table["row_id"])}
@@ -119,6 +124,7 @@ class RowsWriter:
                 "loss_mask": datasets.List(datasets.Value("int8")),
                 "next_is_supervised": datasets.Value("bool"),
                 "tail_length": datasets.Value("int32"),
+                "conversation": datasets.Value("string"),
             }
         )
         self._schema = features.arrow_schema

@@ -410,8 +410,14 @@ def _row(record: dict[str, Any], mode: Mode, own_id: str | None, row_ids: RowIds
     """The row of a record; `place` is its source, origin and line."""
     if "input_ids" in record:
         ready = ready_tokens(record)
-        row_id = row_ids.unique(own_id) if own_id else row_ids.of_content(None, ready["input_ids"])
-        return ReadyRow(row_id=row_id, **place, tokens=TokenRow(row_id=row_id, source=place["source"], **ready))
+        if own_id:
+            ids: dict[str, Any] = {"row_id": row_ids.unique(own_id), "conversation": own_id}
+        else:
+            ids = row_ids.of_content(None, ready["input_ids"])
+        named = record.get("conversation")
+        if isinstance(named, str) and named:
+            ids["conversation"] = named
+        return ReadyRow(row_id=ids["row_id"], **place, tokens=TokenRow(**ids, source=place["source"], **ready))
     if mode == "text":
         text = record.get("text")
         if not isinstance(text, str):
@@ -419,7 +425,7 @@ def _row(record: dict[str, Any], mode: Mode, own_id: str | None, row_ids: RowIds
             raise UnusableRow("no text", f"{found}; --mode text reads rendered text, --mode chat reads conversations")
         repairs: set[str] = set()
         text = clean(text, repairs)
-        return TextRow(row_id=row_ids.of_content(own_id, text), **place, text=text, repairs=tuple(sorted(repairs)))
+        return TextRow(**row_ids.of_content(own_id, text), **place, text=text, repairs=tuple(sorted(repairs)))
     fields = conversation_of(record)
     content = [fields[name] for name in ("messages", "tools", "template_options", "next_turns")]
-    return Conversation(row_id=row_ids.of_content(own_id, content), **place, **fields)
+    return Conversation(**row_ids.of_content(own_id, content), **place, **fields)

@@ -38,6 +38,8 @@ class Conversation:
     """Prompt-only data of several turns (MT-Bench, Spec-Bench): what the user says after each reply."""
     repairs: tuple[str, ...]
     """What had to be repaired (`docs/data.md` has the rules), one short phrase each."""
+    conversation: str = ""
+    """See `TokenRow`."""
 
     @property
     def is_prompt(self) -> bool:
@@ -74,6 +76,8 @@ class TextRow:
     line: int
     text: str
     repairs: tuple[str, ...]
+    conversation: str = ""
+    """See `TokenRow`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,9 @@ class TokenRow:
     """True iff the length limit cut the row inside a reply: the label x_T just past the row is then supervised too."""
     tail_length: int
     """How many trailing tokens lie past the answer's end: the verifier's own continuation, mask 0, kept for replay."""
+    conversation: str = ""
+    """The conversation that it is of: rows of one are never split over training and validation. It is recorded here,
+    never read out of an id. Empty: no other row is of the same."""
 
     def label_positions(self) -> list[int]:
         """Positions whose verifier state is a target, a replay tail's included (`layout/supervision.py`)."""
@@ -153,11 +160,15 @@ class RowIds:
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
-    def of_content(self, own_id: str | None, content: Any) -> str:
-        """The id of a row that is known by its content: the hash is 16 hex digits of its sorted JSON's SHA-256."""
+    def of_content(self, own_id: str | None, content: Any) -> dict[str, Any]:
+        """`row_id` of a row that is known by its content, and the `conversation` that equal rows have in common.
+
+        The hash is 16 hex digits of the SHA-256 of its sorted JSON.
+        """
         text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str)
         digest = hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
-        return self.unique(f"{own_id}.{digest}" if own_id else digest)
+        wanted = f"{own_id}.{digest}" if own_id else digest
+        return {"row_id": self.unique(wanted), "conversation": wanted}
 
     def unique(self, wanted: str) -> str:
         """`wanted`, with a counter behind it if it was handed out before."""

@@ -216,9 +216,14 @@ class RowTokenizer:
 
 
 def _uncut(row: Conversation | TextRow, suffix: str, ids: list[int], mask: list[int]) -> TokenRow:
-    row_id, source = row.row_id + suffix, row.source
     return TokenRow(
-        row_id=row_id, source=source, input_ids=ids, loss_mask=mask, next_is_supervised=False, tail_length=0
+        row_id=row.row_id + suffix,
+        source=row.source,
+        input_ids=ids,
+        loss_mask=mask,
+        next_is_supervised=False,
+        tail_length=0,
+        conversation=row.conversation or row.row_id,
     )
 
 

@@ -90,6 +90,7 @@ def answer_record(
     reply = {"role": "assistant", "content": text}
     return {
         "id": row_id,
+        "conversation": conversation.conversation or conversation.row_id,
         "source": conversation.source,
         "input_ids": [*prompt_ids, *answer, *tail],
         "loss_mask": [0] * len(prompt_ids) + [1] * len(answer) + [0] * len(tail),

@@ -6,7 +6,7 @@ resumed, see what one uninterrupted process sees.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
@@ -99,24 +99,21 @@ def generator(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(*parts))
 
 
-def conversation_of(row_id: str) -> str:
-    """The conversation a row was cut from: rows of one conversation (`ID#turn`) are never split over two sides."""
-    return row_id.rsplit("#", 1)[0]
-
-
-def split(row_ids: list[str], train_ratio: float) -> tuple[list[str], list[str]]:
+def split(row_ids: list[str], train_ratio: float, conversation_of: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """(training rows, validation rows): of the conversations by their hash, the first `train_ratio`, the rest.
 
-    So the split depends on neither order nor seed, and added rows move few others. With a ratio below 1 and at least
-    two conversations neither side is empty. Both sides keep the order of `row_ids`.
+    So the split depends on neither order nor seed, added rows move few others, and rows of one conversation stay
+    together. With a ratio below 1 and at least two conversations neither side is empty. Both sides keep the order of
+    `row_ids`. A row that `conversation_of` does not know is one of its own.
     """
     if train_ratio >= 1:
         return list(row_ids), []
-    conversations = sorted({conversation_of(r) for r in row_ids}, key=lambda name: (seed_of("split", name), name))
+    named = {row_id: conversation_of.get(row_id) or row_id for row_id in row_ids}
+    conversations = sorted(set(named.values()), key=lambda name: (seed_of("split", name), name))
     num_train = max(1, min(round(train_ratio * len(conversations)), len(conversations) - 1))
     chosen = set(conversations[:num_train])
-    train = [row_id for row_id in row_ids if conversation_of(row_id) in chosen]
-    return train, [row_id for row_id in row_ids if conversation_of(row_id) not in chosen]
+    train = [row_id for row_id in row_ids if named[row_id] in chosen]
+    return train, [row_id for row_id in row_ids if named[row_id] not in chosen]
 
 
 def first_by_hash(row_ids: list[str], limit: int | None) -> list[str]:

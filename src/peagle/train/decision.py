@@ -105,7 +105,10 @@ def decide(config: TrainConfig) -> Decision:
         check_layers(source, origin, spec.aux_layer_ids)
     # 2. The rows, shared out; none may be longer than a pack.
     extents, dropped, seen_ids = _usable_rows(config, verifier, prepared, reader)
-    train_ids, held_out_ids = split(first_by_hash(list(extents), config.max_samples), config.train_data_ratio)
+    named = prepared.table["conversation"] if prepared.has_conversations else ()
+    conversation_of = dict(zip(prepared.table["row_id"], named))
+    ids = first_by_hash(list(extents), config.max_samples)
+    train_ids, held_out_ids = split(ids, config.train_data_ratio, conversation_of)
     for ids in (train_ids, held_out_ids):
         packs({row_id: extents[row_id].num_tokens for row_id in ids}, config.total_seq_len, config.seed, None)
     # 3. The drafter: its mask token, its vocabulary, its shape.
@@ -127,6 +130,11 @@ def decide(config: TrainConfig) -> Decision:
         logger.info("draft vocabulary: %d of %d tokens, %.2f %% of the supervised ones left out",
                     vocab.size, verifier.vocab_size, 100 * left_out)  # fmt: skip
     # 4. What is allowed but hardly meant.
+    if held_out_ids and not prepared.has_conversations:
+        warnings.append(
+            f"{config.data_path}: prepared by an earlier version, its rows do not say which conversation they are of: "
+            "replies of one may be trained on and validated with; prepare again"
+        )
     if config.endpoint and not config.asks_verifier:
         warnings.append(
             f"--endpoint {config.endpoint[0]} is not asked: --hidden-states {config.hidden_states} reads the store; "
