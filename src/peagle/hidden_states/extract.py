@@ -6,7 +6,6 @@ wanted, and yields a row's states, or its refusal, whenever it has them. Here ea
 counted.
 """
 
-import functools
 import logging
 import time
 from collections import Counter
@@ -338,27 +337,23 @@ def open_proof(
     )
 
 
-def _weights_here(spec: StoreSpec, verifier: VerifierConfig, head: VerifierHead | None) -> Recompute:
-    """Compute rows again on this machine's CPU, with a model that is loaded at the first of them."""
+def _weights_here(spec: StoreSpec, verifier: VerifierConfig, head: VerifierHead | None) -> Recompute | None:
+    """Load the verifier on this machine's CPU, to compute rows again; None, with a warning, if that cannot be."""
+    started_s = time.monotonic()
+    needed = sum(path.stat().st_size for path in TensorFiles.open(verifier.name_or_path).paths)
+    free = available_memory()
+    try:
+        if free is not None and needed > free:
+            raise VerifierError(f"its weights take {log.size(needed)}, {log.size(int(free))} of memory are free")
+        own = TransformersVerifier(verifier, spec.dtype, "cpu")
+    except NotCausalError:
+        raise
+    except VerifierError as error:
+        logger.warning("states are not computed again here: %s", error)
+        return None
+    logger.info("loaded the verifier's weights here, to compare rows with, in %.1f s", time.monotonic() - started_s)
 
-    @functools.cache
-    def model() -> TransformersVerifier | None:
-        paths = TensorFiles.open(verifier.name_or_path).paths
-        needed, free = sum(path.stat().st_size for path in paths), available_memory()
-        try:
-            if free is not None and needed > free:
-                raise VerifierError(f"its weights take {log.size(needed)}, {log.size(int(free))} of memory are free")
-            return TransformersVerifier(verifier, spec.dtype, "cpu")
-        except NotCausalError:
-            raise
-        except VerifierError as error:
-            logger.warning("states are not computed again here: %s", error)
-            return None
-
-    def again(ids: list[int], origin: str) -> dict[int, Tensor] | None:
-        own = model()
-        if own is None:
-            return None
+    def again(ids: list[int], origin: str) -> dict[int, Tensor]:
         if head is not None:
             own.check_head(head, ids[:_CHECKED_TOKENS])
         return own.layer_states(ids)

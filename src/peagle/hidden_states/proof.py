@@ -73,8 +73,8 @@ class StateProof:
         self._remembered: OrderedDict[tuple[int, int], tuple[int, str]] = OrderedDict()
         self._started_s = time.monotonic()
         self.num_rows = self.num_recomputed = 0
-        self.seconds = self.first_s = 0.0
-        """Of all proofs, and of the first computation, which loads the verifier and is no measure of the next."""
+        self.seconds = self.first_s = self._last_s = 0.0
+        """Of all proofs, of the first row computed again, which is always done, and of the latest."""
 
     def fault(self, answer: RowStates, row: TokenRow) -> str | None:
         """Tell what is wrong with a row's states, in one phrase; None: nothing.
@@ -84,15 +84,14 @@ class StateProof:
         """
         started_s = time.monotonic()
         # 1. by itself
-        is_behind = self._is_behind()
         wrong = answer.fault or row_fault(answer, row, self._spec) or self._of_another_row(answer)
         if wrong is None and self._head is not None:
-            sample = self._sample if is_behind and not self._checks_all else None
+            sample = self._sample if self._is_behind(0.0) and not self._checks_all else None
             wrong = choice_fault(answer, self._head, self._spec.torch_dtype, sample)
         # 2. computed again: one at a time, and nothing of a verifier passes before its first
-        if wrong is None and self._again is not None and (answer.origin not in self._proved or not is_behind):
+        if wrong is None and self._is_due(answer.origin):
             with self._once:
-                if answer.origin not in self._proved or not is_behind:
+                if self._is_due(answer.origin):
                     self._compare(answer)
         with self._lock:
             self.seconds += time.monotonic() - started_s
@@ -108,8 +107,13 @@ class StateProof:
             f"({later_s / max(whole_s, 1e-9):.1%} of the time), and {self.first_s:.1f} s for the first"
         )
 
-    def _is_behind(self) -> bool:
-        return self.seconds - self.first_s > MOST_TIME * (time.monotonic() - self._started_s)
+    def _is_behind(self, needed_s: float) -> bool:
+        """Whether proofs would take too much of the run with so many seconds more."""
+        spent_s = self.seconds - self.first_s
+        return spent_s + needed_s > MOST_TIME * (time.monotonic() - self._started_s)
+
+    def _is_due(self, origin: str) -> bool:
+        return self._again is not None and (origin not in self._proved or not self._is_behind(self._last_s))
 
     def _compare(self, answer: RowStates) -> None:
         """Compare the row's first tokens with what the verifier gives here."""
@@ -117,7 +121,8 @@ class StateProof:
         ids, spec = answer.input_ids[:PREFIX_TOKENS], self._spec
         started_s = time.monotonic()
         own = self._again(ids, answer.origin)
-        self.first_s = self.first_s or time.monotonic() - started_s
+        self._last_s = time.monotonic() - started_s
+        self.first_s = self.first_s or self._last_s
         if own is None:
             self._again = None
             return
