@@ -29,8 +29,9 @@ class ExtractConfig(ServerSettings):
     target_layer_ids: tuple[int, ...] | None = None
     """Auxiliary layer ids: 0 is the embedding output, j the stream after j layers. Default: 2, L // 2, L - 3."""
     validate_outputs: bool = False
-    """Check every row: head(norm(last_states)) must reproduce the verifier's own next-token choice (served verifiers:
-    the last position of every row, every position of a sample). Shapes, ids and finiteness are always checked."""
+    """Check norm and head at every label position: the normed state and, at one in 32, the verifier's own next-token
+    choice (served verifiers: the choice at the last position of every row, at every position of a sample). Each row is
+    proved by itself, and some against states computed again, with or without it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which the verifier computes and states are stored; auto: the verifier's own."""
     batch_size: int = Field(16, ge=1)
