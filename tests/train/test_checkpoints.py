@@ -193,6 +193,44 @@ def test_a_damaged_state_file_is_named(tmp_path):
         go(tmp_path)
 
 
+def test_K02_checkpoints_without_a_state_are_not_written_over(tmp_path):
+    go(tmp_path)
+    for path in tmp_path.glob("*/training_state/state.json"):
+        path.unlink()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/model.safetensors")}
+    with pytest.raises(CheckpointError, match=r"holds checkpoints .* but no training state to go on from"):
+        go(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/model.safetensors")} == before
+    assert set(remove_all(tmp_path)) >= {"0", "1"}
+    go(tmp_path)
+
+
+def test_K02_a_state_without_its_best_is_one_line(tmp_path):
+    go(tmp_path)
+    path = tmp_path / "2" / "training_state" / "state.json"
+    state = json.loads(path.read_text())
+    del state["progress"]["best"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"state.json: damaged \(KeyError: 'best'\)"):
+        go(tmp_path)
+
+
+def test_K02_the_best_link_never_dangles_or_leads_elsewhere(tmp_path, caplog):
+    go(tmp_path)
+    best = (tmp_path / "checkpoint_best").resolve()
+    other = next(name for name in ("0", "1", "2") if name != best.name)
+    # Killed between the folder and the link: the link still leads to an older one.
+    link(tmp_path, "checkpoint_best", other)
+    go(tmp_path)
+    assert (tmp_path / "checkpoint_best").resolve() == best
+    if best.name == "2":  # the newest holds the state
+        return
+    shutil.rmtree(best)
+    go(tmp_path)
+    assert f"the best checkpoint, {best.name}, is gone" in caplog.text
+    assert not (tmp_path / "checkpoint_best").is_symlink()
+
+
 def test_K07_a_full_disk_leaves_no_partial_folder_and_the_run_goes_on_later(tmp_path, monkeypatch):
     import errno
 

@@ -145,9 +145,7 @@ def test_a_damaged_shard_is_named_and_never_trained_on(files, tmp_path):
     content = bytearray(shard.read_bytes())
     content[-40] ^= 255
     shard.write_bytes(content)
-    with pytest.raises(
-        StoreError, match=rf"{shard.name} holds other \w+ for row .*run the same `peagle extract`"
-    ):
+    with pytest.raises(StoreError, match=rf"{shard.name} holds other \w+ for row .*run the same `peagle extract`"):
         train(Files(files.verifier, files.data, damaged).config(tmp_path / "save"))
 
 

@@ -117,6 +117,7 @@ class Keeper:
         """
         found = discover(self.save_path)
         if not found:
+            self._refuse_stateless()
             return None
         newest = found[-1]
         then = newest.state["fingerprint"]
@@ -137,9 +138,40 @@ class Keeper:
         masters.publish()
         self._restore_random(folder)
         values = dict(newest.state["progress"])
-        progress = Progress(**{**values, "best": Best(**values["best"])})
+        try:
+            progress = Progress(**{**values, "best": Best(**values["best"])})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder}/state.json: damaged ({type(error).__name__}: {error}); remove {newest.folder} to go on from "
+                "an older checkpoint"
+            ) from None
+        self._restore_best(progress)
         logger.info("resumed from %s: epoch %d, step %d", newest.folder, progress.epoch, progress.step)
         return progress
+
+    def _refuse_stateless(self) -> None:
+        """Checkpoints without a readable state cannot be continued, and a new run would write over them."""
+        if names := [folder.name for folder in _drafters(self.save_path)]:
+            raise CheckpointError(
+                f"{self.save_path}: holds checkpoints ({', '.join(names)}), but no training state to go on from "
+                f"({STATE}/state.json is missing or damaged). Take another --save-path, or --no-resume-from-checkpoint "
+                "to start anew over them."
+            )
+
+    def _restore_best(self, progress: Progress) -> None:
+        """The best link leads to what the state calls the best, whatever was killed or deleted in between."""
+        name = progress.best.name
+        if name is None or not self._world.is_main:
+            return
+        if (self.save_path / name / WEIGHTS).is_file():
+            link(self.save_path, BEST, name)
+            return
+        logger.warning(
+            "%s: the best checkpoint, %s, is gone, and so is the link to it until another one is better",
+            self.save_path, name,
+        )  # fmt: skip
+        if (self.save_path / BEST).is_symlink():
+            (self.save_path / BEST).unlink()
 
     def _restore_random(self, folder: Path) -> None:
         path = folder / f"rng_rank{self._world.rank}.safetensors"
@@ -230,9 +262,9 @@ def link(save_path: Path, name: str, target: str) -> None:
 def remove_all(save_path: Path) -> list[str]:
     """Remove the checkpoints and links of an earlier run; returns their names."""
     gone = []
-    for one in discover(save_path):
-        shutil.rmtree(one.folder)
-        gone.append(one.folder.name)
+    for folder in _drafters(save_path):
+        shutil.rmtree(folder)
+        gone.append(folder.name)
     for name in (BEST, LAST):
         place = save_path / name
         if place.is_symlink():
@@ -240,6 +272,14 @@ def remove_all(save_path: Path) -> list[str]:
         elif place.is_dir():
             shutil.rmtree(place)
     return gone
+
+
+def _drafters(save_path: Path) -> list[Path]:
+    """Checkpoint folders of a run, with or without training state; neither links nor the copies in their place."""
+    if not save_path.is_dir():
+        return []
+    folders = [path for path in sorted(save_path.iterdir()) if path.name not in (BEST, LAST) and path.name[0] != "."]
+    return [path for path in folders if all((path / name).is_file() for name in (CONFIG, WEIGHTS))]
 
 
 def _read(path: Path) -> dict[str, Tensor]:
