@@ -476,3 +476,17 @@ def test_V06_check_and_load_have_one_rule_for_the_tables(folder: Path, pruned: P
     edit_tensors(pruned, lambda tensors: tensors["d2t"].zero_())
     assert "t2d: names other tokens than d2t" in errors(pruned)
     assert not loads(pruned)
+
+
+@pytest.mark.parametrize("projection", ["self_attn.v_proj", "mlp.up_proj"])
+def test_X08_what_only_float16_cannot_hold_is_warned_of(folder: Path, projection: str) -> None:
+    """The same function in bfloat16: one factor goes into a matrix, out of the next."""
+    after = {"self_attn.v_proj": "self_attn.o_proj", "mlp.up_proj": "mlp.down_proj"}[projection]
+
+    def scale(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"layers.0.{projection}.weight"] *= 2.0**18
+        tensors[f"layers.0.{after}.weight"] *= 2.0**-18
+
+    assert "float16" not in warnings(folder)
+    edit_tensors(folder, scale)
+    assert f"layers.0.{projection}.weight: its outputs reach about" in warnings(folder)

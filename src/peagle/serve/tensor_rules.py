@@ -11,6 +11,7 @@ from peagle.serve.files import Findings, RawCheckpoint
 
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHUNK_ROWS = 8192
+_HALF_MARGIN = 8
 _NOT_LOADED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
@@ -91,6 +92,7 @@ def check_tensors(raw: RawCheckpoint, shape: ServedShape, findings: Findings) ->
     # 2. What they hold.
     _check_dtypes(raw, shape, findings)
     _check_values(raw, findings)
+    _check_half_range(raw, shape, findings)
     check_vocabulary(raw, shape, findings)
 
 
@@ -136,6 +138,35 @@ def _check_values(raw: RawCheckpoint, findings: Findings) -> None:
             findings.error(name, "holds NaN or infinity; go back to an earlier checkpoint")
         elif largest == 0.0 and name != "mask_hidden" and not name.endswith("bias"):
             findings.warning(name, "is all zeros; was it ever trained or copied?")
+
+
+def _check_half_range(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
+    """Warn where float16 would overflow, though bfloat16 and float32 do not.
+
+    What a projection reads is normed to a mean square of 1 and multiplied by the norm's weight, so its largest output
+    is of the size of its largest row, times that weight; inputs that lie along the row reach some times as much.
+    """
+    largest, where = 0.0, ""
+    for i in range(shape.num_layers):
+        norms = ["input_layernorm", "hidden_norm"] if i == 0 else ["input_layernorm"]
+        read_by = {f"self_attn.{name}_proj": norms for name in ("q", "k", "v")}
+        read_by |= {f"mlp.{name}_proj": ["post_attention_layernorm"] for name in ("gate", "up")}
+        for projection, before in read_by.items():
+            name, scales = f"layers.{i}.{projection}.weight", [f"layers.{i}.{norm}.weight" for norm in before]
+            if not {name, *scales} <= set(raw.tensors):
+                continue
+            scale = torch.cat([raw.read(one).float() for one in scales])
+            for part in raw.chunks(name, _CHUNK_ROWS):
+                if part.shape[-1] != len(scale):
+                    break  # reported already
+                size = float((part.float() * scale).norm(dim=1).max())
+                largest, where = max((largest, where), (size, name))
+    if largest > torch.finfo(torch.float16).max / _HALF_MARGIN:
+        findings.warning(
+            where,
+            f"its outputs reach about {largest:.0e}, beyond float16 (65504): served with --dtype float16 the drafter "
+            "would draft nothing that is accepted; bfloat16 and float32 hold them",
+        )
 
 
 def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings) -> None:
