@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What was aimed at, with room for a twentieth.
-LIMITS = {"files": 130, "lines": 23_000, "files_per_batch": 13, "files_per_token": 8}
+# What was aimed at, with room for a twentieth. 23,000 lines and 13 files a batch were the aim before steps were planned
+# in the data thread (train/blocks.py), losses had a kernel on GPUs, and rows, states and secrets were proved.
+LIMITS = {"files": 132, "lines": 24_600, "files_per_batch": 14, "files_per_token": 8}
 
 
 def test_the_package_stays_small_and_without_circles():
