@@ -88,7 +88,9 @@ def test_H03_every_answer_of_a_run_is_judged_not_only_the_first(
     assert server.rows_written > 3
 
 
-def test_F14_the_files_of_norm_head_and_embedding_alone_are_enough_to_train(tmp_path: Path) -> None:
+def test_F14_the_files_of_norm_head_and_embedding_alone_are_enough_to_train(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     files = make_files(tmp_path / "files", 12, hidden_size=32, max_shard_size="20KB", tie_word_embeddings=False)
     verifier = load_verifier_config(str(files.verifier), False)
     table = TensorFiles.open(str(files.verifier)).file_of
@@ -97,7 +99,9 @@ def test_F14_the_files_of_norm_head_and_embedding_alone_are_enough_to_train(tmp_
     assert len(others) > 3
     for file in others:
         (files.verifier / file).unlink()
-    train(files.config(tmp_path / "out", max_steps=1))
+    with caplog.at_level("INFO"):
+        train(files.config(tmp_path / "out", max_steps=1))
+    assert f"the drafter's MLP is {verifier.intermediate_size} wide" in caplog.text
     # what is there still has to be what the store was made with
     assert StoreReader.open(files.states).spec.verifier_fingerprint.count(".") == len(set(table.values()))
     head = files.verifier / table["lm_head.weight"]

@@ -187,6 +187,10 @@ def _shape(
                 "verifier_architectures": tuple(verifier.architectures),
             }
         )
+    if config.intermediate_size is None:  # of a mixture of experts that is a rule, not a field
+        logger.info(
+            "the drafter's MLP is %d wide, as what a token passes through in the verifier", verifier.intermediate_size
+        )
     return config_for(
         verifier,
         speculators_model_type=config.speculator_type,
