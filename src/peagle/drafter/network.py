@@ -147,13 +147,19 @@ class Drafter(nn.Module):
         if config.is_pruned:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        # No buffer: `to(dtype)` would round it, and at 2,048 positions a bfloat16 frequency is off by 2.4 radians.
-        self._inv_freq, self.rope_scale = inverse_frequencies(config)
+        self.set_frequencies()
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    def set_frequencies(self) -> None:
+        """Make the rotary table's frequencies; once more after a drafter was made on the `meta` device.
+
+        They are no buffer: `to(dtype)` would round it, and at 2,048 positions a bfloat16 frequency is off by 2.4 rad.
+        """
+        self._inv_freq, self.rope_scale = inverse_frequencies(self.config)
 
     def project(self, aux_states: Tensor) -> Tensor:
         """Verifier states to the drafter's width: [..., aux_size] -> [..., hidden_size]."""

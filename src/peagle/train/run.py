@@ -28,6 +28,7 @@ from peagle.train.plan import TrainPlan, resolve, settle
 from peagle.train.sources import OpenRows, open_rows
 from peagle.train.start import (
     NUM_STATISTICS_POSITIONS,
+    empty,
     first_rows,
     fit_first_layer,
     initialise,
@@ -134,7 +135,11 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
                 config.verifier_name_or_path, config.trust_remote_code, config.verifier_tensors
             )
             head = load_head(verifier)
-            loaded.append((_first_drafter(config, decision, verifier, head, rows.train), head, rows))
+            if world.is_main:
+                drafter = _first_drafter(config, decision, verifier, head, rows.train, world.device)
+            else:  # its weights come from rank 0, before the first step
+                drafter = empty(decision.drafter_config(), _draft_ids(decision), world.device)
+            loaded.append((drafter, head, rows))
         except BaseException:
             rows.close()
             raise
@@ -143,21 +148,29 @@ def _load(config: TrainConfig, decision: Decision, world: World) -> tuple[Drafte
     return loaded[0]
 
 
+def _draft_ids(decision: Decision) -> torch.Tensor | None:
+    return None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
+
+
 def _first_drafter(
-    config: TrainConfig, decision: Decision, verifier: VerifierConfig, head: VerifierHead, rows: Rows
+    config: TrainConfig,
+    decision: Decision,
+    verifier: VerifierConfig,
+    head: VerifierHead,
+    rows: Rows,
+    device: torch.device,
 ) -> Drafter:
     """Made new, from the verifier's last layers or random ones, or taken over from a checkpoint."""
     shape = decision.drafter_config()
     starts_from_verifier = config.init_layers == "verifier" and config.from_pretrained is None
     num_positions = max(NUM_STATISTICS_POSITIONS, positions_wanted(shape) if starts_from_verifier else 0)
     stored = first_rows(rows, num_positions)
-    draft_ids = None if decision.draft_ids is None else torch.tensor(decision.draft_ids)
-    drafter = initialise(shape, load_embedding(verifier), head, draft_ids, stored, config.seed)
+    drafter = initialise(shape, load_embedding(verifier), head, _draft_ids(decision), stored, config.seed)
     if starts_from_verifier:
         hindrance = start_from_verifier(drafter, verifier)
         origin = f"random numbers: {hindrance}"
         if hindrance is None:
-            num_fitted = fit_first_layer(drafter, stored, verifier.num_layers - config.num_layers)
+            num_fitted = fit_first_layer(drafter.to(device), stored, verifier.num_layers - config.num_layers)
             origin = f"the verifier's last layers, the first one fitted on {num_fitted} positions"
         logger.info("layers start from %s", origin)
     if config.from_pretrained is not None:

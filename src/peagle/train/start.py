@@ -2,6 +2,8 @@
 layers that are random, or the verifier's own last ones, of which the first is fitted to what a drafter is given.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,6 +43,23 @@ def first_rows(rows: Rows, num_positions: int) -> list[StoredRow]:
     return stored
 
 
+def empty(config: DrafterConfig, draft_ids: Tensor | None, device: torch.device) -> Drafter:
+    """A drafter whose weights are still to come, from another rank: nothing is drawn, read or fitted for it."""
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    drafter.to_empty(device=device)
+    drafter.set_frequencies()
+    _set_vocabulary(drafter, draft_ids)
+    return drafter
+
+
+def _set_vocabulary(drafter: Drafter, draft_ids: Tensor | None) -> None:
+    if draft_ids is not None:
+        drafter.d2t.copy_(draft_ids - torch.arange(draft_ids.numel()))
+        drafter.t2d.zero_()
+        drafter.t2d[draft_ids] = True
+
+
 def initialise(
     config: DrafterConfig,
     embedding: Tensor,
@@ -67,10 +86,7 @@ def initialise(
         drafter.norm.weight.copy_(head.norm_weight)
         weight = head.weight if draft_ids is None else head.restricted(draft_ids).weight
         drafter.lm_head.weight.copy_(weight.float() * head.logit_scale)
-        if draft_ids is not None:
-            drafter.d2t.copy_(draft_ids - torch.arange(draft_ids.numel()))
-            drafter.t2d.zero_()
-            drafter.t2d[draft_ids] = True
+        _set_vocabulary(drafter, draft_ids)
         if drafter.mask_hidden is not None:
             drafter.mask_hidden.copy_(mask_hidden(stored, seed).view_as(drafter.mask_hidden))
             _wake_row(drafter.embed_tokens.weight, config.mask_token_id or 0, seed)
@@ -182,23 +198,24 @@ def fit_first_layer(drafter: Drafter, stored: list[StoredRow], first_layer: int)
     """Fit `fc` and layer 0's projections, in place.
 
     Args:
-        drafter: float32, on the CPU, its layers the verifier's from `first_layer` on.
+        drafter: float32, its layers the verifier's from `first_layer` on. For a drafter of 8B's shapes the fit is some
+            70 TFLOP: seconds on a GPU, minutes on a CPU.
         stored: real states, of which `positions_wanted` or a few more are taken.
         first_layer: the verifier's layer that layer 0 came from.
 
     Returns:
         Positions that were fitted on.
     """
-    config, layer = drafter.config, drafter.decoder()[0]
+    config, layer, device = drafter.config, drafter.decoder()[0], drafter.fc.weight.device
     hidden, ids = config.hidden_size, config.aux_layer_ids
     # 1. Each row's pair slots: (x_{i+1} [num_pairs], g_i of one position more [num_pairs + 1, aux_size]).
-    documents: list[tuple[Tensor, Tensor]] = []
+    rows: list[tuple[Tensor, Tensor]] = []
     num_positions = 0
     for row in stored:
         if num_positions >= positions_wanted(config):
             break
         pair_ids = torch.tensor(row.row.input_ids[1 : len(row.aux_states)], dtype=torch.int64)
-        documents.append((pair_ids, row.aux_states[: len(pair_ids) + 1]))
+        rows.append((pair_ids, row.aux_states[: len(pair_ids) + 1]))
         num_positions += len(pair_ids)
     # 2. What is to be reached: the stream that the first copied layer reads, or the nearest that is known, one position
     # on, and what that layer makes of it.
@@ -206,6 +223,11 @@ def fit_first_layer(drafter: Drafter, stored: list[StoredRow], first_layer: int)
     projections = [getattr(layer.self_attn, name).weight for name in _PROJECTIONS]
     own = [weight[:, -hidden:].clone() for weight in projections]
     own_output = layer.self_attn.o_proj.weight.clone()
+
+    def documents() -> Iterator[tuple[Tensor, Tensor]]:
+        """One at a time on the device: all of them are some gigabytes."""
+        for pair_ids, states in rows:
+            yield pair_ids.to(device), states.to(device)
 
     def wanted(states: Tensor) -> Tensor:
         return states[1:, place * hidden : (place + 1) * hidden].float()
@@ -215,21 +237,21 @@ def fit_first_layer(drafter: Drafter, stored: list[StoredRow], first_layer: int)
 
     # 3. `fc`: from a position's states to the next one's stream.
     solve = _Solve()
-    for _, states in documents:
+    for _, states in documents():
         given, share = states[:-1].float(), _share(wanted(states))
         given = given if drafter.input_norm is None else drafter.input_norm(given)
         solve.add(given * share, wanted(states) * share)
     drafter.fc.weight.copy_(solve.weight())
     # 4. Queries, keys and values: what the verifier's projections read of the stream, from what layer 0 reads.
     solve = _Solve()
-    for pair_ids, states in documents:
+    for pair_ids, states in documents():
         solve.add(read(pair_ids, states)[0], layer.hidden_norm(wanted(states)))
     lift = solve.weight()
     for weight, theirs in zip(projections, own):
         weight.copy_(theirs @ lift)
     # 5. The output projection: what is still missing behind the attention.
     solve = _Solve()
-    for pair_ids, states in documents:
+    for pair_ids, states in documents():
         entered, residual = read(pair_ids, states)
         state, share = wanted(states), _share(wanted(states))
         attended = _attended(drafter, entered, projections)
@@ -274,7 +296,7 @@ def _attended(drafter: Drafter, entered: Tensor, projections: list[Tensor]) -> T
     q, k, v = ((entered @ weight.T).unflatten(-1, (-1, attention.head_dim)) for weight in projections)
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    cos, sin = drafter.rotary(torch.arange(len(entered)), entered.dtype)
+    cos, sin = drafter.rotary(torch.arange(len(entered), device=entered.device), entered.dtype)
     q, k, v = (one.transpose(0, 1) for one in (rotate(q, cos, sin), rotate(k, cos, sin), v))
     found = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return found.transpose(0, 1).flatten(1)
