@@ -95,6 +95,12 @@ MUTATIONS = {
     ),
     "N01": ("train/batches.py", "conversation_of.get(row_id) or row_id for row_id", "row_id for row_id"),
     "D13": ("data/readers.py", 'ids["conversation"] = named', "pass"),
+    "R18": ("train/checkpoints.py", "then.get(name) != now and not", "False and not"),
+    "V03": (
+        "pipeline/recipe.py",
+        '"prepare": ({**model, **answers}, ("model", "data", "chat_template")),',
+        '"prepare": ({**model, **answers}, ("model", "data")),',
+    ),
     "E08": (
         "evaluate/counts.py",
         "return self.num_drafts * self.num_speculative_tokens if self.drafted is None else self.drafted",

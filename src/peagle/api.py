@@ -18,6 +18,7 @@ from peagle.data.tokenizer import load_tokenizer
 from peagle.drafter import checkpoint as drafter_checkpoint
 from peagle.drafter.network import Drafter
 from peagle.engine import Answer, Engine, Request, Sampling
+from peagle.errors import ConfigError
 from peagle.hidden_states.batch import Batch, pack
 from peagle.hidden_states.store import StoreReader
 from peagle.layout.cod import CodLayout
@@ -143,7 +144,7 @@ class SpeculativeModel:
 def load(
     checkpoint: str | Path,
     verifier: str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> SpeculativeModel:
@@ -152,13 +153,17 @@ def load(
     Args:
         checkpoint: a folder or a hub id.
         verifier: a folder or hub id in place of the one that the checkpoint names.
-        dtype: in which both compute; `torch.bfloat16` is usual on a GPU.
+        dtype: in which both compute, also by name ("bfloat16"); `torch.bfloat16` is usual on a GPU.
         device: "cpu", "cuda", "cuda:1"; "auto": the first GPU, else the CPU.
         trust_remote_code: let the verifier's own code run.
 
     Raises:
         PeagleError: the checkpoint or the verifier cannot be used; the message says which and why.
     """
+    if isinstance(dtype, str):
+        if dtype not in drafter_checkpoint.DTYPES:
+            raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(drafter_checkpoint.DTYPES)}")
+        dtype = drafter_checkpoint.DTYPES[dtype]
     drafter = drafter_checkpoint.load(str(checkpoint), dtype, resolve_device(device))
     verifier_config = load_verifier_config(verifier or drafter.config.verifier, trust_remote_code)
     return SpeculativeModel(drafter, verifier_config, trust_remote_code)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from peagle import embedded
 from peagle.errors import ConfigError
+from peagle.pipeline.plan import Fingerprints, decide
 from peagle.pipeline.recipe import RECIPES, Recipe, find, read, server_config, stages
 
 MINIMAL = """
@@ -117,3 +119,40 @@ def test_a_change_that_is_no_yaml_is_one_line(tmp_path):
 def test_a_file_that_is_no_recipe_is_one_line(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         read(write(tmp_path, text), None, ())
+
+
+def test_V03_every_file_that_a_stage_reads_is_an_input_of_it(tmp_path):
+    """What changes in it makes the stage run again (`Fingerprints`)."""
+    template, source = tmp_path / "t.jinja", tmp_path / "drafter"
+    template.write_text("{{ messages }}")
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"name: r\nverifier: embedded:verifier\noutput: {tmp_path}/out\n"
+        f"regenerate: {{data: [embedded:train], chat_template: {template}}}\n"
+        f"prepare: {{chat_template: {template}}}\nextract: {{}}\ntrain: {{from_pretrained: {source}}}\ncheck: {{}}\n"
+        f"evaluate: {{data: [embedded:test], chat_template: {template}}}\n"
+    )
+    inputs = {stage.name: stage.inputs for stage in stages(read(path, None, ()))}
+    verifier = str(embedded.resolve("embedded:verifier"))
+    for name in ("regenerate", "prepare", "evaluate"):
+        assert str(template) in inputs[name], name
+    assert str(source) in inputs["train"]
+    assert all(verifier in inputs[name] for name in ("regenerate", "prepare", "extract", "train", "check", "evaluate"))
+
+
+def test_V03_an_edited_template_changes_the_key_of_the_stages_behind_it(tmp_path):
+    template = tmp_path / "t.jinja"
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"name: r\nverifier: embedded:verifier\noutput: {tmp_path}/out\n"
+        f"prepare: {{data: [embedded:train], chat_template: {template}}}\n"
+    )
+
+    def key() -> str:
+        return decide(stages(read(path, None, ()))[0], (), {}, Fingerprints(tmp_path / "out")).key
+
+    template.write_text("one")
+    before = key()
+    assert key() == before
+    template.write_text("two")
+    assert key() != before

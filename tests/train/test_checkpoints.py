@@ -193,6 +193,17 @@ def test_a_damaged_state_file_is_named(tmp_path):
         go(tmp_path)
 
 
+def test_R18_a_run_goes_on_with_the_verifier_it_began_with(tmp_path):
+    def began(weights: str) -> Keeper:
+        return keeper(tmp_path, verifier_weights=weights)
+
+    run(config(dtype="float32", max_steps=2), ROWS, HELD_OUT, keeper=began("3f-one"))
+    with pytest.raises(CheckpointError, match="verifier_weights: then 3f-one, now 77-two"):
+        run(config(dtype="float32"), ROWS, HELD_OUT, keeper=began("77-two"))
+    run(config(dtype="float32", max_steps=3), ROWS, HELD_OUT, keeper=began(""))  # a server's: not known here
+    run(config(dtype="float32", max_steps=4), ROWS, HELD_OUT, keeper=keeper(tmp_path))
+
+
 def test_K02_checkpoints_without_a_state_are_not_written_over(tmp_path):
     go(tmp_path)
     for path in tmp_path.glob("*/training_state/state.json"):

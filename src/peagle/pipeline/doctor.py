@@ -216,7 +216,7 @@ def _tokenizer(config: DoctorConfig, verifier: VerifierConfig) -> tuple[State, s
         text = f"{len(tokenizer):,} tokens, but the model's embedding has {verifier.vocab_size:,} rows"
         return "fail", f"{text}: ids beyond it would crash the verifier; use the tokenizer that belongs to it"
     if not getattr(tokenizer, "chat_template", None):
-        return "fail", "no chat template: conversations cannot be rendered; give --chat-template"
+        return "fail", "no chat template: give one to `prepare`, `regenerate` and the server (their --chat-template)"
     ends = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in eos_ids(verifier, tokenizer))
     if not ends:
         return "fail", "no end-of-sequence token in the model's configuration or its tokenizer"
@@ -375,7 +375,8 @@ def _run(extraction: ExtractConfig, training: TrainConfig, num_rows: int) -> Ite
             return
     # the installed vLLM has been examined already
     checkpoint = training.save_path / "checkpoint_last"
-    findings = check_checkpoint(CheckConfig.build({"checkpoint": str(checkpoint)}), None)
+    settings = {"checkpoint": str(checkpoint), "trust_remote_code": training.trust_remote_code}
+    findings = check_checkpoint(CheckConfig.build(settings), None)
     errors = "; ".join(map(str, findings.of("error")))
     yield Finding("checkpoint", "fail" if errors else "ok", errors or "a serving engine would load it")
     if not errors:

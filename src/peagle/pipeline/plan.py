@@ -22,7 +22,7 @@ from peagle.drafter.model_config import NUM_AUX_LAYERS_OF_VLLM
 from peagle.errors import PeagleError, VerifierError
 from peagle.files import free_bytes, sha256_file, write_json
 from peagle.hidden_states.config import ExtractConfig
-from peagle.pipeline.recipe import Recipe, Sizes, Stage, stages
+from peagle.pipeline.recipe import STAGES, Recipe, Sizes, Stage, stages
 from peagle.train.config import TrainConfig
 from peagle.verifier.model_config import VerifierConfig, load_verifier_config
 
@@ -320,7 +320,8 @@ def sizes_of(recipe: Recipe) -> Sizes | None:
     if recipe.sizes is not None and not Path(recipe.verifier).is_dir():
         return recipe.sizes
     try:
-        return verifier_sizes(load_verifier_config(recipe.verifier, False))
+        trusted = any((getattr(recipe, stage) or {}).get("trust_remote_code") for stage in STAGES)
+        return verifier_sizes(load_verifier_config(recipe.verifier, trusted))
     except VerifierError:
         return recipe.sizes
 

@@ -178,6 +178,8 @@ def stages(recipe: Recipe) -> list[Stage]:
         except ConfigError as error:
             raise ConfigError(f"recipe `{recipe.name}`, stage `{name}`: {error}") from None
         named = [settings[key] for key in reads if settings.get(key) is not None]
+        if name in ("check", "evaluate"):
+            named.append(recipe.verifier)  # the checkpoint names it
         items = [item for one in named for item in (one if isinstance(one, (list, tuple)) else [one])]
         inputs = [_unlabelled(str(embedded.resolve(item))) for item in items]
         ready.append(
@@ -213,12 +215,18 @@ def _wiring(recipe: Recipe, made: dict[str, Any]) -> dict[str, tuple[dict[str, A
     # online and hybrid training makes its states itself: what it leaves is no input
     trained_on = ("data_path",) if recipe.extract is None else ("data_path", "hidden_states_path")
     return {
-        "regenerate": (model, ("model", "data")),
-        "prepare": ({**model, **answers}, ("model", "data")),
+        "regenerate": (model, ("model", "data", "chat_template")),
+        "prepare": ({**model, **answers}, ("model", "data", "chat_template")),
         "extract": ({**model, "preprocessed_data": made["prepare"]}, ("model", "preprocessed_data")),
-        "train": ({"verifier_name_or_path": recipe.verifier, **training}, ("verifier_name_or_path", *trained_on)),
-        "check": ({"checkpoint": best}, ("checkpoint",)),
-        "evaluate": ({"checkpoint": best}, ("checkpoint", "data")),
+        "train": (
+            {"verifier_name_or_path": recipe.verifier, **training},
+            ("verifier_name_or_path", "from_pretrained", *trained_on),
+        ),
+        "check": ({"checkpoint": best}, ("checkpoint", "verifier_name_or_path")),
+        "evaluate": (
+            {"checkpoint": best},
+            ("checkpoint", "data", "data_path", "hidden_states_path", "chat_template", "verifier_name_or_path"),
+        ),
         "report": ({"folders": [str(made["evaluate"]), str(made["train"])]}, ("folders",)),
     }
 

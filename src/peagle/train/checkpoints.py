@@ -28,12 +28,15 @@ from peagle.train.masters import Masters
 from peagle.train.metrics import Best
 from peagle.train.optimizer import Optimizer
 from peagle.train.parallel import World
+from peagle.verifier.weights import same_weights
 
 logger = logging.getLogger(__name__)
 
 STATE = "training_state"
 BEST, LAST, INTERRUPTED = "checkpoint_best", "checkpoint_last", "interrupted"
 _FORMAT = 1
+WEIGHTS_OF = "verifier_weights"
+"""Key of a run's fingerprint: the verifier's, "" where a server has them and none are here."""
 
 
 @dataclass
@@ -108,6 +111,7 @@ class Keeper:
     ) -> None:
         self.save_path, self._dtype, self._keep_last = save_path, dtype, keep_last
         self._fingerprint, self._counts, self._world = fingerprint, counts, world
+        self._num_saves = 0
 
     def restore(self, masters: Masters, optimizer: Optimizer) -> Progress | None:
         """Take up the newest complete checkpoint; None if there is none. Collective if sharded.
@@ -121,7 +125,11 @@ class Keeper:
             return None
         newest = found[-1]
         then = newest.state["fingerprint"]
-        changed = [f"{k}: then {then.get(k)}, now {now}" for k, now in self._fingerprint.items() if then.get(k) != now]
+        changed = [
+            f"{name}: then {then.get(name)}, now {now}"
+            for name, now in self._fingerprint.items()
+            if then.get(name) != now and not (name == WEIGHTS_OF and same_weights(str(then.get(name, "")), now))
+        ]
         if changed:
             raise CheckpointError(
                 f"{newest.folder} cannot be continued ({'; '.join(changed)}). Take another --save-path, or "
@@ -193,7 +201,6 @@ class Keeper:
         Raises:
             DiskError: on every rank a TrainingError instead; no partial folder is left and older ones are untouched.
         """
-        error: Exception | None = None
         random = self._random_states()
         if self._world.is_main or masters.is_sharded:
             whole = {key: masters.full(tensor) for key, tensor in masters.tensors.items()}
@@ -207,23 +214,24 @@ class Keeper:
                 "world_size": self._world.size,
                 **self._counts,
             }
-            if self._world.is_main:
-                try:
-                    with whole_folder(self.save_path / name) as folder:
-                        write_into(folder, masters.drafter.config, weights, self._dtype)
-                        (folder / STATE).mkdir()
-                        save_file(whole, folder / STATE / "masters.safetensors")
-                        save_file(remembered, folder / STATE / "optimizer.safetensors")
-                        for rank, values in enumerate(random):
-                            save_file(values, folder / STATE / f"rng_rank{rank}.safetensors")
-                        write_json(folder / STATE / "state.json", state)
-                    link(self.save_path, LAST, name)
-                    if is_best:
-                        link(self.save_path, BEST, name)
-                    self._prune(name, progress.best.name)
-                except Exception as raised:
-                    error = raised
-        self._world.check(error)
+
+        def write() -> None:
+            with whole_folder(self.save_path / name) as folder:
+                write_into(folder, masters.drafter.config, weights, self._dtype)
+                (folder / STATE).mkdir()
+                save_file(whole, folder / STATE / "masters.safetensors")
+                save_file(remembered, folder / STATE / "optimizer.safetensors")
+                for rank, values in enumerate(random):
+                    save_file(values, folder / STATE / f"rng_rank{rank}.safetensors")
+                write_json(folder / STATE / "state.json", state)
+            link(self.save_path, LAST, name)
+            if is_best:
+                link(self.save_path, BEST, name)
+            self._prune(name, progress.best.name)
+
+        # The others wait in the store: some gigabytes on a slow disk would outlast a collective.
+        self._num_saves += 1
+        self._world.from_main(f"save {self._num_saves}", write)
 
     def _random_states(self) -> list[dict[str, Tensor]]:
         device = self._world.device

@@ -26,6 +26,7 @@ from peagle.errors import CheckpointError, DataError, StoreError, TrainingError
 from peagle.hidden_states.store import RowEntry, StoreReader, StoreSpec
 from peagle.layout.supervision import Extent, extent
 from peagle.train.batches import first_by_hash, packs, split
+from peagle.train.checkpoints import WEIGHTS_OF
 from peagle.train.config import TrainConfig
 from peagle.train.plan import pretrained_config
 from peagle.train.sources import plan_states
@@ -83,6 +84,7 @@ class Decision:
             "draft_vocabulary": None if self.draft_ids is None else _digest(self.draft_ids),
             "rows": _digest([self.train, self.held_out]),
             **{name: getattr(config, name) for name in settings},
+            WEIGHTS_OF: self.data["verifier_fingerprint"],
         }
 
 

@@ -182,8 +182,12 @@ class Masters:
             tensor.grad = None
 
     def full(self, tensor: Tensor) -> Tensor:
-        """A master, or optimizer state of its shape, whole and on the CPU. Collective if sharded."""
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        """A master, or optimizer state of its shape, whole and on rank 0's CPU; empty elsewhere. Collective if sharded.
+
+        Host memory for all of it on every rank of a machine would be eight times what one needs.
+        """
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        return whole.cpu() if self.world.is_main else whole.new_empty(0, device="cpu")
 
     @torch.no_grad()
     def load(self, name: str, like: Tensor, whole: Tensor) -> None:

@@ -51,6 +51,9 @@ class World:
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
+            if len(bucket) == 1 and bucket[0].is_contiguous():  # a large one needs no copy
+                dist.all_reduce(bucket[0])
+                continue
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             dist.all_reduce(flat)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket])):
