@@ -101,6 +101,9 @@ MUTATIONS = {
         '"prepare": ({**model, **answers}, ("model", "data", "chat_template")),',
         '"prepare": ({**model, **answers}, ("model", "data")),',
     ),
+    "D09": ("data/tokenize.py", "template.prove(row, indices[-1] + 1)", "pass"),
+    "N05": ("data/tokenize.py", "template.prove(row, indices[-1] + 1)", "pass"),
+    "N04": ("data/template.py", "if shown == [False, True]:", "if False:"),
     "E08": (
         "evaluate/counts.py",
         "return self.num_drafts * self.num_speculative_tokens if self.drafted is None else self.drafted",

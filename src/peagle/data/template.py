@@ -102,6 +102,37 @@ class ChatTemplate:
                 raise UnusableRow("template drops tool turns", "it prints no tool results; give --chat-template")
         return rendered
 
+    def prove(self, conversation: Conversation, num_messages: int) -> None:
+        """Show that the rendering of the first `num_messages` turns holds what they say, each inside its own turn.
+
+        Every text, and the name and texts of every call, is replaced by a marker of its own, and the rendering of that
+        must hold all markers, turn after turn (a system prompt may stand anywhere). A name that also stands in a
+        declaration, or a text that another turn repeats, proves nothing. Reasoning is left out: templates drop it on
+        purpose (`replies.reply_of`).
+
+        Raises:
+            UnusableRow: a turn's text or call isn't rendered, or in another turn's place.
+        """
+        marked, markers = _marked(conversation.messages[:num_messages])
+        try:
+            rendered = self.render_messages(conversation, marked, False).lower()  # history may be rewritten in capitals
+        except UnusableRow:
+            return  # a template that looks into texts; what it makes of the real ones is looked at by its reader
+        reached = 0
+        for number, (message, own) in enumerate(zip(marked, markers), start=1):
+            places = {what: rendered.find(marker) for what, marker in own}
+            gone = next((what for what, place in places.items() if place < 0), None)
+            if gone is not None:
+                reason = (
+                    "template drops tool turns" if gone.startswith(("call", "argument")) else "template drops a text"
+                )
+                raise UnusableRow(reason, f"it does not print the {gone} of turn {number}; give --chat-template")
+            if message["role"] == "system" or not places:
+                continue
+            if min(places.values()) < reached:
+                raise UnusableRow("unstable template", f"it prints turn {number} inside an earlier one")
+            reached = max(places.values())
+
     def render_messages(
         self, conversation: Conversation | None, messages: Sequence[Message], add_generation_prompt: bool
     ) -> str:
@@ -153,7 +184,28 @@ class ChatTemplate:
                 shaped["tool_calls"] = [_with_text_arguments(call) for call in calls]
             if not message["content"]:
                 shaped["content"] = self.no_content
+        if shaped.get("content") and message["role"] in self.roles_with_parts:
+            shaped["content"] = [{"type": "text", "text": shaped["content"]}]
         return shaped
+
+    @functools.cached_property
+    def roles_with_parts(self) -> frozenset[str]:
+        """Roles whose text this template reads as a list of parts only; as plain text it would be dropped."""
+        found = set()
+        for role in ("system", "user", "assistant"):
+            shown = []
+            for as_parts in (False, True):
+                text, user = ([{"type": "text", "text": one}] if as_parts else one for one in (_TEXT, "a"))
+                turns: list[Message] = [{"role": role, "content": text}]
+                if role != "user":
+                    turns.insert(int(role == "system"), {"role": "user", "content": user})
+                try:
+                    shown.append(_TEXT in str(self._apply(None, turns, add_generation_prompt=False, tokenize=False)))
+                except UnusableRow:
+                    shown.append(False)
+            if shown == [False, True]:
+                found.add(role)
+        return frozenset(found)
 
     def split(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The turns with reasoning that stands in the text moved into its own field, for a template that reads one.
@@ -218,6 +270,40 @@ class ChatTemplate:
             return str(self._apply(None, turns, add_generation_prompt=add_generation_prompt, tokenize=False))
         except UnusableRow:
             return None
+
+
+def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[list[tuple[str, str]]]]:
+    """The turns with markers in place of what they say, and for each turn what (text, call, argument) has which."""
+    turns, markers = [], []
+    for number, message in enumerate(messages):
+        own: list[tuple[str, str]] = []
+
+        def mark(what: str, own: list[tuple[str, str]] = own, number: int = number) -> str:
+            own.append((what, f"q{number}z{len(own)}q"))
+            return own[-1][1]
+
+        turn = dict(message)
+        text = message["content"] or ""
+        if text.strip():
+            closing = CLOSING.search(text) if message["role"] == "assistant" else None
+            thought = text[: closing.end()] if closing is not None else ""
+            if text[len(thought) :].strip():
+                turn["content"] = thought + mark("text")
+        if message.get("tool_calls"):
+            turn["tool_calls"] = []
+            for call in message["tool_calls"]:
+                function = dict(call["function"])
+                function["name"] = mark(f"call of {function['name']!r}")
+                arguments = function.get("arguments")
+                if isinstance(arguments, Mapping):
+                    function["arguments"] = {
+                        key: mark(f"argument {key!r}") if isinstance(value, str) and value else value
+                        for key, value in arguments.items()
+                    }
+                turn["tool_calls"].append({**call, "function": function})
+        turns.append(turn)
+        markers.append(own)
+    return turns, markers
 
 
 def use_template_file(tokenizer: Any, path: Path | None) -> None:

@@ -131,6 +131,7 @@ class RowTokenizer:
             raise UnusableRow(NO_REPLY, detail)
         if indices[-1] != len(row.messages) - 1:
             notes.append("turns behind the last reply dropped")
+        template.prove(row, indices[-1] + 1)
         replies = [reply_of(template, row, index) for index in indices]
         notes.extend(note for reply in replies for note in reply.notes)
         last = replies[-1]
