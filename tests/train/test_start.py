@@ -14,7 +14,7 @@ from peagle.drafter.network import Drafter
 from peagle.hidden_states.batch import StoredRow
 from peagle.hidden_states.store import StoreReader
 from peagle.train.decision import decide
-from peagle.train.sources import StoreRows
+from peagle.train.sources import MemoryRows, StoreRows
 from peagle.train.start import first_rows, fit_first_layer, initialise, mask_hidden, start_from_verifier
 from peagle.verifier.model_config import load_verifier_config
 from peagle.verifier.weights import load_embedding, load_head
@@ -181,3 +181,12 @@ def test_the_same_rows_give_the_same_layer(tmp_path):
         found.append(drafter.state_dict())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert all(torch.isfinite(tensor).all() for tensor in found[0].values())
+
+
+def test_R02_a_last_state_that_nothing_reads_starts_no_drafter_with_nan():
+    made = rows(6)
+    spoilt = [dataclasses.replace(one, aux_states=one.aux_states.clone()) for one in made]
+    spoilt[2].aux_states[-1, 3] = float("nan")
+    stored = first_rows(MemoryRows(spoilt), 10**9)
+    assert [len(one.aux_states) for one in stored] == [len(one.aux_states) - (i == 2) for i, one in enumerate(made)]
+    assert mask_hidden(stored, 0).isfinite().all()

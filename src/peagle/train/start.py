@@ -3,6 +3,7 @@ layers that are random, or the verifier's own last ones, of which the first is f
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,7 +37,10 @@ def first_rows(rows: Rows, num_positions: int) -> list[StoredRow]:
     """The first rows with their states, as many as have `num_positions` together (or all)."""
     stored, count = [], 0
     for row_id in rows.extents():
-        stored.append(rows.read(row_id))
+        row = rows.read(row_id)
+        if not torch.isfinite(row.aux_states[-1]).all():  # nothing is drafted from it, so nobody looked
+            row = replace(row, aux_states=row.aux_states[:-1])
+        stored.append(row)
         count += stored[-1].aux_states.shape[0]
         if count >= num_positions:
             break
