@@ -47,7 +47,7 @@ class MemoryRows:
         if len(self._rows) != len(rows):
             raise ValueError("row ids must differ")
         for stored in rows:
-            for name, states in (("aux_states", stored.aux_states), ("last_states", stored.last_states)):
+            for name, states in (("aux_states", stored.aux_states[:-1]), ("last_states", stored.last_states)):
                 if not torch.isfinite(states).all():
                     raise StoreError(f"row {stored.row.row_id}: {name} hold NaN or infinity; it cannot be trained on")
 
