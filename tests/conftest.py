@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from peagle import errors
+
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
@@ -16,3 +18,9 @@ def _logging_as_it_was() -> Iterator[None]:
     logger.setLevel(before[0])
     logger.propagate = before[1]
     logger.handlers[:] = before[2]
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets_of_other_tests() -> Iterator[None]:
+    yield
+    errors._secrets.clear()

@@ -106,6 +106,11 @@ def test_N09_a_command_that_fails_prints_and_leaves_none(tmp_path, capsys):
     assert PASSWORD not in said + files
 
 
+def test_N09_a_key_that_is_a_word_hides_no_text():
+    ServerSettings.build({"api_key": "other"})
+    assert masked("the verifier read other token ids") == "the verifier read other token ids"
+
+
 def test_N09_help_names_the_variable():
     shown = subprocess.run([sys.executable, "-m", "peagle", "extract", "--help"], capture_output=True, text=True)
     assert "PEAGLE_API_KEY" in shown.stdout

@@ -12,8 +12,8 @@ MASK = "***"
 
 
 def keep_secret(value: str) -> None:
-    """Have `masked` hide a value from now on."""
-    if len(value) > 3:  # shorter ones would mask every text, and protect nothing
+    """Have `masked` hide a value from now on, unless it is a word that texts have anyway ("token", "other")."""
+    if len(value) >= 16 or (len(value) >= 6 and not value.isalpha()):
         _secrets.add(value)
 
 
