@@ -167,7 +167,7 @@ MUTATIONS = {
         "return normed if self.config.norm_output else carried",
         "return carried if self.config.norm_output else normed",
     ),
-    "R14": ("train/step.py", "rope_pos = batch.rope_pos[anchor] + depth", "rope_pos = batch.rope_pos[anchor]"),
+    "R14": ("train/blocks.py", "rope_pos=batch.rope_pos[anchor] + depth", "rope_pos=batch.rope_pos[anchor]"),
     "R20": ("train/flex.py", "return max(2 * BLOCK, -(-length // BLOCK) * BLOCK)", "return length"),
     "R21": ("kernels/triton_loss.py", "tl.where(best > z_best, first", "tl.where(best >= z_best, first"),
     "K01": ("train/masters.py", "if isinstance(like, DTensor):", "if False:"),
@@ -188,8 +188,8 @@ MUTATIONS = {
     ),
     "E05": (
         "evaluate/counts.py",
-        "tuple(a / r if r else None for a, r in zip(self.accepted_per_position, reached))",
-        "tuple(a / self.num_drafts for a, r in zip(self.accepted_per_position, reached))",
+        "shares.append(accepted / most if most == least and most else None)",
+        "shares.append(accepted / self.num_drafts)",
     ),
 }
 
