@@ -21,8 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-HIDDEN, LAYERS, VOCAB = 4096, (2, 16, 29), 151_936
+from gpu_account import QWEN3_8B, drafter_config
+
+HIDDEN, LAYERS, VOCAB = QWEN3_8B["hidden_size"], (2, 16, 29), QWEN3_8B["vocab_size"]
 ROWS, TOKENS = 24, 1365
+MASK = [int(i > 0.4 * TOKENS) for i in range(TOKENS)]
 
 
 def write_store(folder: Path) -> None:
@@ -46,7 +49,6 @@ def write_store(folder: Path) -> None:
         dtype="bfloat16",
         tokenizer_sha256="",
     )
-    mask = [int(i > 0.4 * TOKENS) for i in range(TOKENS)]
     with StoreWriter.open(folder, spec, 256 << 20) as writer:
         for index in range(ROWS):
             ids = torch.randint(0, VOCAB, (TOKENS,)).tolist()
@@ -54,11 +56,11 @@ def write_store(folder: Path) -> None:
                 row_id=f"row-{index}",
                 source="random",
                 input_ids=ids,
-                loss_mask=mask,
+                loss_mask=MASK,
                 next_is_supervised=False,
                 tail_length=0,
             )
-            labels = torch.tensor(label_positions(mask, False, 0))
+            labels = torch.tensor(label_positions(MASK, False, 0))
             aux = torch.randn(TOKENS, len(LAYERS) * HIDDEN).bfloat16()
             writer.add(StoredRow(row, aux, labels, torch.randn(len(labels), HIDDEN).bfloat16()))
         writer.finish()
@@ -82,7 +84,6 @@ def measure() -> dict[str, Any]:
     """Tokens per second of the first epoch, and of the best of two later ones."""
     import torch
 
-    from peagle.drafter.model_config import DrafterConfig
     from peagle.hidden_states.store import StoreReader
     from peagle.layout.supervision import extent
     from peagle.train.batches import lay_out, packs
@@ -94,37 +95,14 @@ def measure() -> dict[str, Any]:
 
     torch.set_num_threads(1)
     keep_pages()  # as training does
-    drafter = DrafterConfig(
-        speculators_model_type="peagle",
-        layer_type="qwen3",
-        hidden_size=HIDDEN,
-        intermediate_size=12_288,
-        num_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=VOCAB,
-        draft_vocab_size=VOCAB,
-        aux_layer_ids=LAYERS,
-        num_speculative_tokens=4,
-        mask_token_id=0,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        max_position_embeddings=40_960,
-        attention_bias=False,
-        norm_before_residual=False,
-        norm_before_fc=False,
-        verifier="random",
-        verifier_architectures=(),
-    )
+    drafter = drafter_config(QWEN3_8B, "peagle", 4, 8192)
     plan = resolve(FitConfig(total_seq_len=8192), drafter, World(0, 1, torch.device("cpu")))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_store(folder)
         plain_s = min(plain_read(folder) for _ in range(2))
         reader = StoreReader.open(folder)
-        mask = [int(i > 0.4 * TOKENS) for i in range(TOKENS)]
-        rows = StoreRows(reader, dict.fromkeys(reader.row_ids, extent(mask, False)))
+        rows = StoreRows(reader, dict.fromkeys(reader.row_ids, extent(MASK, False)))
         rates = []
         for epoch in range(3):
             order = packs({row_id: ext.num_tokens for row_id, ext in rows.extents().items()}, 8192, 0, epoch)

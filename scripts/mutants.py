@@ -90,8 +90,8 @@ MUTATIONS = {
     ),
     "V06": (
         "drafter/checkpoint.py",
-        'if drafter.config.is_pruned and (fault := vocabulary_fault(tensors["d2t"], tensors["t2d"])):',
-        "if fault := None:",
+        'fault = vocabulary_fault(tensors["d2t"], tensors["t2d"], drafter.config.vocab_size)',
+        "fault = None",
     ),
     "N01": ("train/batches.py", "conversation_of.get(row_id) or row_id for row_id", "row_id for row_id"),
     "D13": ("data/readers.py", 'ids["conversation"] = named', "pass"),

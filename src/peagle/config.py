@@ -27,6 +27,15 @@ API_KEY, ENDPOINT_PASSWORD = "PEAGLE_API_KEY", "PEAGLE_ENDPOINT_PASSWORD"
 """Variables of the environment."""
 
 
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def _texts(value: Any) -> list[str]:
+    """A setting's texts, of which each may be an address."""
+    return [one for one in _listed(value) if isinstance(one, str)]
+
+
 class StageConfig(BaseModel):
     """A stage's settings: frozen, unknown keys refused, each field's docstring is its help text.
 
@@ -42,8 +51,8 @@ class StageConfig(BaseModel):
             value = getattr(self, name)
             if isinstance(value, SecretStr):
                 keep_secret(value.get_secret_value())
-            for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
-                for password in passwords(text) if isinstance(text, str) else ():
+            for text in _texts(value):
+                for password in passwords(text):
                     keep_secret(password)
         return self
 
@@ -120,21 +129,18 @@ class ServerSettings(StageConfig):
         found = dict(values)
         if found.get("api_key") is None and os.environ.get(API_KEY):
             found["api_key"] = SecretStr(os.environ[API_KEY])
-        hidden = f"{MASK}@"
+        hidden, password = f"{MASK}@", os.environ.get(ENDPOINT_PASSWORD)
         for name in ("endpoint", "plain_endpoint"):
             given = found.get(name)
-            if given is not None and any(hidden in str(one) for one in ([given] if isinstance(given, str) else given)):
-                password = os.environ.get(ENDPOINT_PASSWORD)
-                if not password:
-                    raise ValueError(
-                        f"--{name.replace('_', '-')}: its password was not written down; set {ENDPOINT_PASSWORD}, or "
-                        "give the address again"
-                    )
-                found[name] = (
-                    given.replace(hidden, f"{password}@")
-                    if isinstance(given, str)
-                    else [str(one).replace(hidden, f"{password}@") for one in given]
+            if not any(hidden in text for text in _texts(given)):
+                continue
+            if not password:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: its password was not written down; set {ENDPOINT_PASSWORD}, or "
+                    "give the address again"
                 )
+            filled = [one.replace(hidden, f"{password}@") if isinstance(one, str) else one for one in _listed(given)]
+            found[name] = filled[0] if isinstance(given, str) else filled
         return found
 
     @property

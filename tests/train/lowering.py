@@ -174,7 +174,7 @@ def lower(case: Case) -> dict[str, str]:
     length = max(case.num_queries, 300)
     if case.is_base:
         length, position = case.num_queries, torch.arange(case.num_queries)
-        mask, num_keys = flex.block_mask(position, None, torch.zeros_like(position), 0, length), length
+        mask, num_keys = flex.plan_blocks(position, None, torch.zeros_like(position), 0, length).mask, length
     else:
         layout = full(torch.ones(length, dtype=torch.bool), torch.zeros(length, dtype=torch.int64), 4)
         anchor, depth = layout.anchor_pos[: case.num_queries], layout.depth[: case.num_queries]
@@ -182,7 +182,7 @@ def lower(case: Case) -> dict[str, str]:
             anchor=anchor, depth=depth, doc_start=torch.zeros_like(anchor), first=0, last=int(anchor[-1]) + 1
         )
         mask, num_keys = (
-            flex.block_mask(slots.anchor, slots.depth, slots.doc_start, slots.first, slots.last - slots.first),
+            flex.plan_blocks(slots.anchor, slots.depth, slots.doc_start, slots.first, slots.last - slots.first).mask,
             slots.padded.shape[1],
         )
     torch._dynamo.reset()

@@ -135,13 +135,15 @@ def test_R07_four_graphs_serve_every_length_with_and_without_gradients(heads, kv
     for length, begin, num_slots in blocks:
         slots = mask_slots((length, 77), begin, num_slots, length)
         position = torch.arange(length)
-        base = flex.block_mask(position, None, torch.zeros_like(position), 0, length)
+        base = flex.plan_blocks(position, None, torch.zeros_like(position), 0, length).mask
         causal = position[None] <= position[:, None]
         for with_grad in (True, False):
             for mask, dense in (
                 (base, causal),
                 (
-                    flex.block_mask(slots.anchor, slots.depth, slots.doc_start, slots.first, slots.last - slots.first),
+                    flex.plan_blocks(
+                        slots.anchor, slots.depth, slots.doc_start, slots.first, slots.last - slots.first
+                    ).mask,
                     slots.padded,
                 ),
             ):

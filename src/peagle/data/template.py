@@ -113,13 +113,14 @@ class ChatTemplate:
         Raises:
             UnusableRow: a turn's text or call isn't rendered, or in another turn's place.
         """
-        marked, markers = _marked(conversation.messages[:num_messages])
+        marked = [_marked(message, number) for number, message in enumerate(conversation.messages[:num_messages])]
         try:
-            rendered = self.render_messages(conversation, marked, False).lower()  # history may be rewritten in capitals
+            turns = [turn for turn, _ in marked]
+            rendered = self.render_messages(conversation, turns, False).lower()  # history may be rewritten in capitals
         except UnusableRow:
             return  # a template that looks into texts; what it makes of the real ones is looked at by its reader
         reached = 0
-        for number, (message, own) in enumerate(zip(marked, markers), start=1):
+        for number, (message, own) in enumerate(marked, start=1):
             places = {what: rendered.find(marker) for what, marker in own}
             gone = next((what for what, place in places.items() if place < 0), None)
             if gone is not None:
@@ -199,10 +200,7 @@ class ChatTemplate:
                 turns: list[Message] = [{"role": role, "content": text}]
                 if role != "user":
                     turns.insert(int(role == "system"), {"role": "user", "content": user})
-                try:
-                    shown.append(_TEXT in str(self._apply(None, turns, add_generation_prompt=False, tokenize=False)))
-                except UnusableRow:
-                    shown.append(False)
+                shown.append(_TEXT in (self._tried(turns) or ""))
             if shown == [False, True]:
                 found.add(role)
         return frozenset(found)
@@ -265,45 +263,44 @@ class ChatTemplate:
 
     def _probe(self, messages: list[Message], add_generation_prompt: bool = False) -> str | None:
         """These turns behind a user's, rendered as they are; None where the template refuses them."""
-        turns = [{"role": "user", "content": "a"}, *messages]
+        return self._tried([{"role": "user", "content": "a"}, *messages], add_generation_prompt)
+
+    def _tried(self, turns: list[Message], add_generation_prompt: bool = False) -> str | None:
+        """These turns as they are; None where the template refuses them."""
         try:
             return str(self._apply(None, turns, add_generation_prompt=add_generation_prompt, tokenize=False))
         except UnusableRow:
             return None
 
 
-def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[list[tuple[str, str]]]]:
-    """The turns with markers in place of what they say, and for each turn what (text, call, argument) has which."""
-    turns, markers = [], []
-    for number, message in enumerate(messages):
-        own: list[tuple[str, str]] = []
+def _marked(message: Message, number: int) -> tuple[Message, list[tuple[str, str]]]:
+    """A turn with markers in place of what it says, and what (text, call, argument) has which."""
+    own: list[tuple[str, str]] = []
 
-        def mark(what: str, own: list[tuple[str, str]] = own, number: int = number) -> str:
-            own.append((what, f"q{number}z{len(own)}q"))
-            return own[-1][1]
+    def mark(what: str) -> str:
+        own.append((what, f"q{number}z{len(own)}q"))
+        return own[-1][1]
 
-        turn = dict(message)
-        text = message["content"] or ""
-        if text.strip():
-            closing = CLOSING.search(text) if message["role"] == "assistant" else None
-            thought = text[: closing.end()] if closing is not None else ""
-            if text[len(thought) :].strip():
-                turn["content"] = thought + mark("text")
-        if message.get("tool_calls"):
-            turn["tool_calls"] = []
-            for call in message["tool_calls"]:
-                function = dict(call["function"])
-                function["name"] = mark(f"call of {function['name']!r}")
-                arguments = function.get("arguments")
-                if isinstance(arguments, Mapping):
-                    function["arguments"] = {
-                        key: mark(f"argument {key!r}") if isinstance(value, str) and value else value
-                        for key, value in arguments.items()
-                    }
-                turn["tool_calls"].append({**call, "function": function})
-        turns.append(turn)
-        markers.append(own)
-    return turns, markers
+    turn = dict(message)
+    text = message["content"] or ""
+    closing = CLOSING.search(text) if message["role"] == "assistant" else None
+    thought = text[: closing.end()] if closing is not None else ""
+    if text[len(thought) :].strip():
+        turn["content"] = thought + mark("text")
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        function["name"] = mark(f"call of {function['name']!r}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, Mapping):
+            function["arguments"] = {
+                key: mark(f"argument {key!r}") if isinstance(value, str) and value else value
+                for key, value in arguments.items()
+            }
+        calls.append({**call, "function": function})
+    if calls:
+        turn["tool_calls"] = calls
+    return turn, own
 
 
 def use_template_file(tokenizer: Any, path: Path | None) -> None:

@@ -106,25 +106,26 @@ def load_weights(drafter: Drafter, tensors: dict[str, Tensor], where: str) -> No
             raise CheckpointError(f"{where}: {name} is {tensor.dtype}, expected {wanted[name].dtype}")
         if tensor.dtype.is_floating_point and not torch.isfinite(tensor).all():
             raise CheckpointError(f"{where}: {name} holds NaN or infinity; go back to an earlier checkpoint")
-    if drafter.config.is_pruned and (fault := vocabulary_fault(tensors["d2t"], tensors["t2d"])):
-        raise CheckpointError(f"{where}: {fault[0]} {fault[1]}")
+    if drafter.config.is_pruned:
+        fault = vocabulary_fault(tensors["d2t"], tensors["t2d"], drafter.config.vocab_size)
+        if fault is not None:
+            raise CheckpointError(f"{where}: {fault[0]} {fault[1]}")
     drafter.load_state_dict(tensors)
 
 
-def vocabulary_fault(d2t: Tensor, t2d: Tensor | None) -> tuple[str, str] | None:
+def vocabulary_fault(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> tuple[str, str] | None:
     """What is wrong with the tables of a pruned vocabulary, as (tensor, fault), or None.
 
     Args:
         d2t: offsets: the verifier's id of draft token i is i + d2t[i]; int64, [draft_vocab_size].
-        t2d: whether each token can be drafted, bool, [vocab_size]; a checkpoint of another project may have none.
+        t2d: whether each token can be drafted, bool, [vocab_size]; None: only `d2t` is looked at.
+        vocab_size: the verifier's.
     """
     ids = d2t.long() + torch.arange(d2t.numel())
-    vocab_size = None if t2d is None else t2d.numel()
-    outside = (ids < 0) if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+    outside = (ids < 0) | (ids >= vocab_size)
     if bool(outside.any()):
         bad = int(outside.nonzero()[0])
-        limit = "" if vocab_size is None else f"..{vocab_size - 1}"
-        return "d2t", f"draft id {bad} maps to {int(ids[bad])}, outside 0{limit}; d2t holds offsets, not ids"
+        return "d2t", f"draft id {bad} maps to {int(ids[bad])}, outside 0..{vocab_size - 1}; d2t holds offsets, not ids"
     if len(ids.unique()) != len(ids):
         return "d2t", f"{len(ids) - len(ids.unique())} draft ids map to a token that another one maps to"
     if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):

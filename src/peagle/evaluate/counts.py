@@ -9,6 +9,7 @@ all passes of all its answers; no figure here is a mean of per-answer means.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,13 +111,13 @@ class PassCounts:
         if self.drafted is None or tokens >= drafts * len(accepted):
             return drafts, drafts
         least = max(accepted[place], math.ceil((tokens - drafts * place) / (len(accepted) - place)))
-        most = least
-        while most < drafts:
-            taken = sum(max(most + 1, one) for one in accepted[: place + 1]) + sum(accepted[place + 1 :])
-            if taken > tokens:
-                break
-            most += 1
-        return least, most
+
+        def fewest_tokens(count: int) -> float:
+            """Of drafts of which so many had a token at this place."""
+            return sum(max(count, one) for one in accepted[: place + 1]) + sum(accepted[place + 1 :])
+
+        more = range(int(least) + 1, int(drafts) + 1)
+        return least, least + bisect.bisect_right(more, tokens, key=fewest_tokens)
 
     @property
     def histogram(self) -> tuple[float, ...]:
@@ -163,7 +164,8 @@ def implausible(counts: PassCounts) -> str | None:
     drafts reached it and fewer than a third of the share before are accepted, deeper positions are hardly what the
     drafter was trained for.
     """
-    accepted, conditional = counts.accepted_per_position, counts.conditional_per_position or ()
+    accepted = counts.accepted_per_position
+    conditional = counts.conditional_per_position or (None,) * len(accepted)
     for place in range(1, len(accepted)):
         if accepted[place] > accepted[place - 1]:
             return (
@@ -171,7 +173,7 @@ def implausible(counts: PassCounts) -> str | None:
                 f"{accepted[place - 1]:.12g} times: these counters are not what they are taken for"
             )
     for place in range(1, len(accepted)):
-        before, here = conditional[place - 1] if conditional else None, conditional[place] if conditional else None
+        before, here = conditional[place - 1], conditional[place]
         if accepted[place - 1] < _FEWEST_PASSES or before is None or here is None:
             continue
         if here < _STEEPEST_FALL * before:

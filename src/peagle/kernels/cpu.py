@@ -295,13 +295,18 @@ def weight_grad(weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     total: Tensor | None = getattr(weight, "main_grad", None)
     if total is None:
         return a @ b
-    if a.device.type == "cuda" and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == total.dtype:
+    add_product_(total, a, b)
+    return None
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b, which may be in a narrower type than the total; a GPU rounds nothing in between."""
+    if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)
-    return None
 
 
 def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:

@@ -184,9 +184,7 @@ def check_vocabulary(raw: RawCheckpoint, shape: ServedShape, findings: Findings)
         if bool(raw.read("d2t").any()):
             findings.error("d2t", "is not zero, but the vocabulary is not pruned: vLLM does not apply it")
         return
-    table = raw.read("t2d") if "t2d" in raw.tensors else None
-    if table is None or table.shape != (shape.vocab_size,):  # one of another shape is reported already
-        drafted = raw.draft_ids().clamp(0, shape.vocab_size - 1)
-        table = torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, drafted, True)
-    if fault := vocabulary_fault(raw.read("d2t"), table):
+    # One that is missing or of another shape is reported already.
+    has_t2d = "t2d" in raw.tensors and raw.tensors["t2d"].shape == (shape.vocab_size,)
+    if fault := vocabulary_fault(raw.read("d2t"), raw.read("t2d") if has_t2d else None, shape.vocab_size):
         findings.error(*fault)

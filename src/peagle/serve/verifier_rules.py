@@ -78,8 +78,7 @@ def check_embedding(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierCo
     except (VerifierError, SafetensorError, OSError) as error:
         findings.note("verifier", f"its embedding was not compared: {error}")
         return
-    num_rows = min(_SAMPLED_ROWS, verifier.vocab_size)
-    rows = torch.linspace(0, verifier.vocab_size - 1, num_rows).long().unique()
+    rows = _sampled(verifier.vocab_size)
     ours = raw.read(name)[rows].float()
     theirs = theirs[rows].float()
     if torch.equal(ours.to(torch.bfloat16), theirs.to(torch.bfloat16)):
@@ -98,6 +97,11 @@ def check_embedding(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierCo
         findings.note(name, f"was trained (median cosine with the verifier's {cosine:.2f})")
 
 
+def _sampled(num_rows: int) -> torch.Tensor:
+    """Rows of a table that stand for all of it, ascending, int64."""
+    return torch.linspace(0, num_rows - 1, min(_SAMPLED_ROWS, num_rows)).long().unique()
+
+
 def check_head(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierConfig, findings: Findings) -> None:
     """A drafter's head is the verifier's, or was trained by a run that says so: `train_lm_head` of its run.yaml."""
     name = "lm_head.weight"
@@ -110,7 +114,7 @@ def check_head(raw: RawCheckpoint, shape: ServedShape, verifier: VerifierConfig,
     except (VerifierError, SafetensorError, OSError, ValueError) as error:
         findings.note("verifier", f"its head was not compared: {error}")
         return
-    rows = torch.linspace(0, shape.draft_vocab_size - 1, min(_SAMPLED_ROWS, shape.draft_vocab_size)).long().unique()
+    rows = _sampled(shape.draft_vocab_size)
     own = theirs.weight[raw.draft_ids()[rows] if shape.is_pruned else rows].float()
     cosines = torch.nn.functional.cosine_similarity(raw.read(name)[rows].float(), own, dim=1)
     used = own.norm(dim=1) > 0

@@ -200,8 +200,10 @@ class TrainingPack:
     layout: CodLayout
     plan: PackPlan
 
-    supervised_by_depth: tuple[int, ...]
-    """Supervised slots of each depth, depth 0 first."""
+    @property
+    def supervised_by_depth(self) -> list[int]:
+        """Supervised slots of each depth, depth 0 first; read where the pack is."""
+        return self.plan.total.tolist()
 
     @property
     def num_supervised(self) -> int:
@@ -232,8 +234,7 @@ def lay_out(rows: Rows, of: Pack, plan: TrainPlan, epoch: int | None) -> Trainin
             down_sample_ratio_min=plan.down_sample_ratio_min,
             generators=[generator("cod", plan.seed, epoch, row_id) for row_id in of.row_ids],
         )
-    planned = plan_pack(batch, drawn, plan.step, plan.drafter)
-    return TrainingPack(batch, drawn, planned, tuple(planned.total.tolist()))
+    return TrainingPack(batch, drawn, plan_pack(batch, drawn, plan.step, plan.drafter))
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,7 @@ def complete(folder: Path) -> SavedRun | None:
 
 def discover(save_path: Path) -> list[SavedRun]:
     """Complete checkpoints below `save_path`, oldest first. Links, temporary and half folders are passed over."""
-    if not save_path.is_dir():
-        return []
-    folders = [p for p in save_path.iterdir() if p.is_dir() and not p.name.startswith(".")]
-    found = [one for one in map(complete, sorted(folders)) if one is not None]
+    found = [one for one in map(complete, _drafters(save_path)) if one is not None]
     return sorted(found, key=lambda one: (one.state["progress"]["step"], one.folder.name != INTERRUPTED))
 
 

@@ -123,11 +123,6 @@ def plan_blocks(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: 
     )
 
 
-def block_mask(anchor: Tensor, depth: Tensor | None, doc_start: Tensor, first: int, num_keys: int) -> BlockMask:
-    """The mask itself, where nothing is planned beforehand."""
-    return plan_blocks(anchor, depth, doc_start, first, num_keys).mask
-
-
 def _packed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Counts [1, 1, rows] and column indices [1, 1, rows, columns] (those that are set come first), int32."""
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
@@ -189,7 +184,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, dense: Tensor | Non
     Args:
         q: [num_queries, heads, head_dim].
         k, v: as the mask orders them, without the padding at the end, [num_keys, kv_heads, head_dim].
-        mask: from `block_mask`.
+        mask: of `plan_blocks`.
         dense: the same mask written out, bool, [num_queries, num_keys]; needed on a CPU only, for gradients.
 
     Returns:

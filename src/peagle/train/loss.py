@@ -180,16 +180,8 @@ def head_loss(
             torch.mm(logits, weight, out=grad[rows])
             grad[rows].mul_(scale)
             if weight_grad is not None:
-                _add_product_(weight_grad, logits.t(), (states[rows] * scale).to(logits.dtype))
+                kernels.add_product_(weight_grad, logits.t(), (states[rows] * scale).to(logits.dtype))
     return RowLoss(losses, is_correct, grad)
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b, which may be in a narrower type than the total."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
 
 
 def _pieces(rows_per_label: list[int], piece_rows: int) -> Iterator[tuple[slice, slice]]:

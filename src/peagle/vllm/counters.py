@@ -80,8 +80,8 @@ def difference(before: Reading, after: Reading) -> Gain:
         )
     if not any(name == _PER_POSITION for name, _, _ in after.values):
         raise EndpointError(
-            f"the server counts drafts but has no {_PER_POSITION}: acceptance by position cannot be told; serve with "
-            "vLLM 0.9 or later"
+            f"the server counts drafts but has no {_PER_POSITION}: acceptance by position cannot be told; serve "
+            "with a vLLM that counts it"
         )
     for key, value in before.values.items():
         now = after.values.get(key)
