@@ -4,6 +4,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from peagle.data.records import TokenRow
 from peagle.errors import DiskError, EndpointError
 from peagle.verifier.model_config import VerifierConfig
 from peagle.verifier.source import RowRefused, RowStates
-from peagle.vllm.states import EndpointSource
+from peagle.vllm.client import Endpoint, EndpointPool
+from peagle.vllm.states import EndpointSource, states_request
 from tests.vllm.fake_vllm import HIDDEN, LAYERS, VOCAB, FakeServer, states_of
 
 
@@ -393,3 +395,31 @@ def test_H13_a_server_restarted_with_other_layers_stops_the_run(server: FakeServ
     server.layer_ids = [2, 4, 6, 8]
     with pytest.raises(EndpointError, match="hands out layers"):
         run(src, rows(5))
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["a first request", "a kept connection"])
+def test_requests_under_way_end_when_the_pool_is_closed(tmp_path: Path, is_kept: bool) -> None:
+    """Though the server holds its answer back: nothing may wait out the time of a request."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def hold(fake: FakeServer, number: int, payload: dict[str, Any]) -> None:
+        if number > is_kept:
+            asked.set()
+            answers.wait(60)
+
+    server = FakeServer(tmp_path, fault=hold)
+    settings = ServerSettings(request_timeout_s=300.0)
+    pool = EndpointPool([Endpoint(server.url, settings)], settings)
+    try:
+        if is_kept:
+            pool.post("/v1/completions", states_request([1, 2], "first", False))
+        with ThreadPoolExecutor(1) as workers:
+            job = workers.submit(pool.post, "/v1/completions", states_request([1, 2, 3], "held", False))
+            assert asked.wait(30)
+            pool.close()
+            with pytest.raises(EndpointError, match="stopped"):
+                job.result(timeout=30)
+        assert not answers.is_set()
+    finally:
+        answers.set()
+        server.close()

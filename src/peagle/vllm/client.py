@@ -5,10 +5,13 @@ times with growing pauses. A lost connection means that a server is gone: it may
 `restart_wait_s`, by all threads together. Any other 4xx is not repeated: the same request would get the same answer.
 """
 
+import contextlib
 import logging
 import random
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ _ROW_STATUS = frozenset({400, 413, 422})
 REFUSALS_THAT_STOP = 20
 """Rows in a row that the servers refused: the fault is then plainly not in single rows."""
 _POLL_S = 0.5
+_END_S = 15.0  # for requests that were interrupted; one that is connecting takes the longest
 
 Result = TypeVar("Result")
 
@@ -82,15 +86,37 @@ class Endpoint:
         self.served_name = ""
         """The model's name in requests; set by `model`."""
         self.in_flight = self.num_losses = 0
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._lock, self._is_interrupted = threading.Lock(), False
 
     @property
     def origin(self) -> str:
         """Address and life of the server."""
         return f"{self.root_url} ({self.num_losses} restarts)"
 
+    def interrupt(self) -> None:
+        """End the requests under way, and later ones, with an error; from any thread.
+
+        Closing would not: a thread that is about to wait for an answer would wait on a descriptor that another socket
+        has by then, for as long as one request may take.
+        """
+        self._is_interrupted = True
+        with self._lock:
+            for one in self._sockets:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """Drop all connections; requests under way end with an error."""
+        """Drop all connections; see `interrupt` for requests under way."""
         self._http.close()
+
+    def _trace(self, event: str, info: dict[str, Any]) -> None:
+        """Note each connection's socket, as httpcore reports it."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._lock:
+                self._sockets.add(info["return_value"].get_extra_info("socket"))
+            if self._is_interrupted:
+                self.interrupt()
 
     def is_ready(self) -> bool:
         """Whether the server answers its health check."""
@@ -176,7 +202,7 @@ class Endpoint:
     def post_once(self, path: str, payload: dict[str, Any]) -> dict[str, Any]:
         """One try. Lost connections come out as `httpx.TransportError`, other trouble as the module says."""
         try:
-            answer = self._http.post(self.root_url + path, json=payload)
+            answer = self._http.post(self.root_url + path, json=payload, extensions={"trace": self._trace})
         except httpx.TimeoutException as error:
             if isinstance(error, httpx.ConnectTimeout):
                 raise
@@ -211,6 +237,11 @@ class EndpointPool:
     def close(self) -> None:
         """End waits and requests; they raise EndpointError."""
         self._stopped.set()
+        for endpoint in self.endpoints:
+            endpoint.interrupt()
+        deadline_s = time.monotonic() + _END_S
+        while any(endpoint.in_flight for endpoint in self.endpoints) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
         for endpoint in self.endpoints:
             endpoint.close()
 
